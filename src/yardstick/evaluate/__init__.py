@@ -1,0 +1,1 @@
+"""How far a candidate is from the reference, position by position."""

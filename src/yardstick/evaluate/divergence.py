@@ -1,0 +1,141 @@
+"""Per-position divergence from final hidden states and heads, without ever holding the logits.
+
+Both heads are walked in tiles of the vocabulary. For each position a running maximum m and sums rescaled to it are
+kept (as in online softmax):
+
+    KL(p || q) = sum_v p_v (x_v - y_v) - (logsumexp x - logsumexp y),  p = softmax(x), x and y the two logit rows.
+
+Logits are fp32 whatever the body computed in, sums are fp64. Equal inputs give exactly 0. A position where both
+logits are minus infinity adds nothing; p > 0 where q = 0 makes the KL infinite, which `find_fault` reports.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+VOCAB_TILE = 2048
+POSITION_TILE = 1024
+METRIC_VERSION = 1
+
+
+@dataclass
+class Divergence:
+    """One value per position; natural logarithms, so KL and NLL are in nats."""
+
+    kl: torch.Tensor
+    reference_nll: torch.Tensor
+    nll: torch.Tensor
+    reference_top1: torch.Tensor
+    top1: torch.Tensor
+    reference_top1_probability: torch.Tensor
+    label_delta_p: torch.Tensor
+
+
+class _Softmax:
+    """Running maximum, its index, the sum of exponentials and the label's logit for a block of positions."""
+
+    def __init__(self, positions: int, device: torch.device) -> None:
+        self.maximum = torch.full((positions,), -torch.inf, device=device)
+        self.argmax = torch.zeros(positions, dtype=torch.int64, device=device)
+        self.total = torch.zeros(positions, dtype=torch.float64, device=device)
+        self.label_logit = torch.full((positions,), torch.nan, device=device)
+
+    def enter(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
+        """Take in the maximum and the labels of a tile; returns the factor that old sums are rescaled by."""
+        tile_maximum, tile_argmax = logits.max(dim=1)
+        larger = tile_maximum > self.maximum
+        new_maximum = torch.where(larger, tile_maximum, self.maximum)
+        self.argmax = torch.where(larger, tile_argmax + first, self.argmax)
+        rescale = torch.where(larger, (self.maximum.double() - new_maximum.double()).exp(), 1.0)
+        self.maximum = new_maximum
+        inside = torch.nonzero((labels >= first) & (labels < first + logits.shape[1])).squeeze(1)
+        self.label_logit[inside] = logits[inside, labels[inside] - first]
+        return rescale
+
+    def exponentials_(self, logits: torch.Tensor) -> torch.Tensor:
+        """exp(logits - maximum), in place; a row that is all minus infinity so far gives zeros."""
+        offset = torch.where(self.maximum == -torch.inf, 0.0, self.maximum)
+        return logits.sub_(offset[:, None]).exp_()
+
+    def logsumexp(self) -> torch.Tensor:
+        return self.maximum.double() + self.total.log()
+
+
+def compare(
+    reference_states: torch.Tensor,
+    reference_head: torch.Tensor,
+    states: torch.Tensor,
+    head: torch.Tensor,
+    labels: torch.Tensor,
+    on_positions=lambda positions: None,
+) -> Divergence:
+    """Compare two models at every position.
+
+    Args:
+        reference_states, states: final-normed hidden states [positions, hidden].
+        reference_head, head: output heads [vocab, hidden]; only real vocabulary rows, no padding.
+        labels: next token ids [positions].
+    """
+    device = states.device
+    reference_head, head, labels = reference_head.to(device), head.to(device), labels.to(device).long()
+    blocks = []
+    for start in range(0, len(states), POSITION_TILE):
+        rows = slice(start, start + POSITION_TILE)
+        blocks.append(
+            _compare_block(
+                reference_states[rows].to(device).float(), reference_head, states[rows].float(), head, labels[rows]
+            )
+        )
+        on_positions(len(states[rows]))
+    return Divergence(*(torch.cat([getattr(b, name) for b in blocks]) for name in Divergence.__dataclass_fields__))
+
+
+def _compare_block(
+    reference_states: torch.Tensor,
+    reference_head: torch.Tensor,
+    states: torch.Tensor,
+    head: torch.Tensor,
+    labels: torch.Tensor,
+) -> Divergence:
+    positions, device = len(states), states.device
+    reference, candidate = _Softmax(positions, device), _Softmax(positions, device)
+    cross = torch.zeros(positions, dtype=torch.float64, device=device)  # sum of exp(x - m) (x - y)
+    for first in range(0, len(head), VOCAB_TILE):
+        tile = slice(first, first + VOCAB_TILE)
+        x = reference_states @ reference_head[tile].float().T
+        y = states @ head[tile].float().T
+        rescale = reference.enter(x, labels, first)
+        candidate.total *= candidate.enter(y, labels, first)
+        difference = x - y
+        p = reference.exponentials_(x)
+        reference.total = reference.total * rescale + p.sum(dim=1, dtype=torch.float64)
+        difference.masked_fill_(p == 0, 0.0)
+        cross = cross * rescale + p.mul_(difference).sum(dim=1, dtype=torch.float64)
+        candidate.total += candidate.exponentials_(y).sum(dim=1, dtype=torch.float64)
+    x_lse, y_lse = reference.logsumexp(), candidate.logsumexp()
+    label_x, label_y = reference.label_logit.double() - x_lse, candidate.label_logit.double() - y_lse
+    return Divergence(
+        kl=cross / reference.total - (x_lse - y_lse),
+        reference_nll=-label_x,
+        nll=-label_y,
+        reference_top1=reference.argmax,
+        top1=candidate.argmax,
+        reference_top1_probability=(reference.maximum.double() - x_lse).exp(),
+        label_delta_p=label_y.exp() - label_x.exp(),
+    )
+
+
+KL_TOLERANCE = 1e-6
+
+
+def find_fault(divergence: Divergence) -> tuple[int, str] | None:
+    """First position whose KL or NLL cannot be true, with the reason: NaN, infinite, or a KL below -1e-6."""
+    kl = divergence.kl
+    faults = {
+        "KL is NaN": kl.isnan(),
+        "KL is infinite": kl.isinf(),
+        f"KL is below -{KL_TOLERANCE:g}": kl < -KL_TOLERANCE,
+        "NLL is not finite": ~(divergence.nll.isfinite() & divergence.reference_nll.isfinite()),
+    }
+    found = [(int(torch.nonzero(bad)[0]), reason) for reason, bad in faults.items() if bool(bad.any())]
+    return min(found) if found else None

@@ -1,0 +1,119 @@
+"""Summaries of positions: means, quantiles, intervals. No model is run here.
+
+Positions of one chunk share their text, so they are not independent: every interval resamples whole chunks.
+"""
+
+import math
+
+import numpy as np
+import pandas as pd
+
+QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+RESAMPLES = 2000
+INTERVAL = (2.5, 97.5)
+
+
+def summarize(frame: pd.DataFrame, seed: int = 0) -> dict:
+    """Figures of all positions: `kl`, `top1`, `ppl`, `delta_p`, `confidence`, and `corpora` with the same for each."""
+    summary = summarize_part(frame, seed)
+    summary["confidence"] = confidence_buckets(frame)
+    summary["corpora"] = {
+        str(name): summarize_part(part, seed) for name, part in frame.groupby("corpus", observed=True, sort=False)
+    }
+    return summary
+
+
+def summarize_part(frame: pd.DataFrame, seed: int) -> dict:
+    """Figures of one set of positions. KL and NLL are in nats."""
+    kl = frame["kl"].to_numpy()
+    delta_p = frame["label_delta_p"].to_numpy(dtype=np.float64)
+    agree = (frame["top1"] == frame["reference_top1"]).to_numpy(dtype=np.float64)
+    chunk = frame["chunk"].to_numpy()
+    quantiles = np.quantile(kl, list(QUANTILES.values()))
+    return {
+        "positions": len(frame),
+        "kl": {
+            "mean": float(kl.mean()),
+            "interval": cluster_interval(kl, chunk, seed),
+            **{name: float(value) for name, value in zip(QUANTILES, quantiles, strict=True)},
+            "max": float(kl.max()),
+        },
+        "top1": float(agree.mean()),
+        "top1_interval": cluster_interval(agree, chunk, seed),
+        "ppl": perplexity(frame),
+        "delta_p": {"mean": float(delta_p.mean()), "rms": float(np.sqrt(np.square(delta_p).mean()))},
+    }
+
+
+def perplexity(frame: pd.DataFrame) -> dict:
+    """exp(sum of NLL / positions) of both models, and their ratio with a standard error that keeps the covariance.
+
+    The two NLLs of a position go up and down together, so the error of the log ratio is that of the mean of their
+    difference, from chunk means (sandwich estimate for clusters). It is None with a single chunk.
+    """
+    reference, candidate = frame["reference_nll"].to_numpy(), frame["nll"].to_numpy()
+    log_ratio = float((candidate - reference).mean())
+    sums, counts = _cluster_sums(candidate - reference, frame["chunk"].to_numpy())
+    error = None
+    if len(sums) > 1:
+        residuals = sums - counts * log_ratio
+        spread = math.sqrt(float(np.square(residuals).sum()) * len(sums) / (len(sums) - 1))
+        error = math.exp(log_ratio) * spread / float(counts.sum())
+    return {
+        "reference": math.exp(float(reference.mean())),
+        "candidate": math.exp(float(candidate.mean())),
+        "ratio": math.exp(log_ratio),
+        "ratio_error": error,
+    }
+
+
+def confidence_buckets(frame: pd.DataFrame) -> list[dict]:
+    """KL and top-1 agreement by how sure the reference was of its first choice."""
+    probability = frame["reference_top1_probability"].to_numpy(dtype=np.float64)
+    buckets = np.clip(np.digitize(probability, CONFIDENCE_EDGES) - 1, 0, len(CONFIDENCE_EDGES) - 2)
+    agree = (frame["top1"] == frame["reference_top1"]).to_numpy()
+    result = []
+    for index in range(len(CONFIDENCE_EDGES) - 1):
+        inside = buckets == index
+        count = int(inside.sum())
+        result.append(
+            {
+                "from": CONFIDENCE_EDGES[index],
+                "to": CONFIDENCE_EDGES[index + 1],
+                "positions": count,
+                "kl": float(frame["kl"].to_numpy()[inside].mean()) if count else None,
+                "top1": float(agree[inside].mean()) if count else None,
+            }
+        )
+    return result
+
+
+def _cluster_sums(values: np.ndarray, clusters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum and count of `values` in each cluster."""
+    _, index = np.unique(clusters, return_inverse=True)
+    return np.bincount(index, weights=values), np.bincount(index).astype(np.float64)
+
+
+def cluster_interval(values: np.ndarray, clusters: np.ndarray, seed: int) -> list[float] | None:
+    """95 % percentile bootstrap interval of the mean, resampling whole clusters; None with a single cluster."""
+    sums, counts = _cluster_sums(values, clusters)
+    if len(sums) < 2:
+        return None
+    picks = np.random.Generator(np.random.PCG64(seed)).integers(0, len(sums), size=(RESAMPLES, len(sums)))
+    means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
+    return [float(value) for value in np.percentile(means, INTERVAL)]
+
+
+def paired_difference(frame: pd.DataFrame, baseline: pd.DataFrame, seed: int = 0) -> dict:
+    """Mean KL of `frame` minus that of `baseline` on the same positions, with its paired interval.
+
+    Raises:
+        ValueError: the two were not measured on the same positions.
+    """
+    keys = ["corpus", "chunk", "position"]
+    if len(frame) != len(baseline) or not (frame[keys].astype(str).values == baseline[keys].astype(str).values).all():
+        raise ValueError("the two candidates were measured on different positions")
+    difference = frame["kl"].to_numpy() - baseline["kl"].to_numpy()
+    interval = cluster_interval(difference, frame["chunk"].to_numpy(), seed)
+    return {"mean": float(difference.mean()), "interval": interval}

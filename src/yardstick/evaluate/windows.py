@@ -1,0 +1,53 @@
+"""The evaluation windows as one batch, with the corpus of each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from yardstick.errors import YardstickError
+
+
+@dataclass(frozen=True)
+class EvaluationWindows:
+    """Windows of all corpora in the order of the file: ids int64 [chunks, length + 1] and a corpus name for each."""
+
+    ids: torch.Tensor
+    corpora: list[str]
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        return self.ids[:, :-1]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        return self.ids[:, 1:]
+
+
+def load_windows(path: Path) -> EvaluationWindows:
+    """Read chunks.npz.
+
+    Raises:
+        YardstickError: missing or damaged.
+    """
+    arrays = load_arrays(path)
+    names = [name for name, rows in arrays.items() for _ in range(len(rows))]
+    return EvaluationWindows(torch.from_numpy(np.concatenate(list(arrays.values()))).long(), names)
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Arrays of an .npz file by name; nothing pickled is read.
+
+    Raises:
+        YardstickError: missing or damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as bundle:
+            return {name: bundle[name] for name in bundle.files}
+    except FileNotFoundError:
+        raise YardstickError(f"{path}: no such file") from None
+    except (ValueError, OSError, EOFError, KeyError) as error:
+        raise YardstickError(f"{path}: damaged ({error})") from None
+    except Exception as error:  # zipfile.BadZipFile is not an OSError
+        raise YardstickError(f"{path}: damaged ({type(error).__name__}: {error})") from None

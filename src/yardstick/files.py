@@ -1,0 +1,87 @@
+"""Whole files or none: atomic writes, digests and JSON."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from yardstick.errors import YardstickError
+
+
+@contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Give a temporary path beside `target`; move it there when the block ends, delete it when the block fails.
+
+    The name starts with a dot and ends with the target's own name, so writers that look at the suffix still work.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".tmp-", suffix="-" + target.name, dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp makes private files; results are for everybody
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    with atomic_path(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: the form that digests are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def write_json(target: Path, value: Any) -> None:
+    """Write readable JSON, atomically. A NaN or an infinity is an error: no result may hold one unseen."""
+    write_text(target, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON.
+
+    Raises:
+        YardstickError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise YardstickError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise YardstickError(f"{path}: not valid JSON ({error})") from None
+
+
+def sha256_text(text: str) -> str:
+    """SHA-256 of the UTF-8 bytes of `text`, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def require_sha256(path: Path, expected: str, what: str) -> None:
+    """Refuse a file whose digest is not the pinned one.
+
+    Raises:
+        YardstickError: names the file, both digests and what to do.
+    """
+    found = sha256_file(path)
+    if found != expected:
+        raise YardstickError(
+            f"{what}: sha256 of {path} is {found}, the config pins {expected}; delete the file or correct the pin"
+        )

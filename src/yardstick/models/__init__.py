@@ -1,0 +1,1 @@
+"""The forward pass that every candidate goes through."""

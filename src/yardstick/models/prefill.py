@@ -1,0 +1,82 @@
+"""One forward for everybody, layer by layer: build a layer from the source, run all chunks through it, free it.
+
+Memory is one layer plus the hidden states of all chunks, and every weight is read once per candidate.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from yardstick.models.config import ModelConfig, layer_name
+from yardstick.models.layers import rms_norm, rotary_table, run_block
+from yardstick.sources.base import TensorSource
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def pick_device() -> torch.device:
+    """CUDA where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def exact_arithmetic() -> None:
+    """Ask torch for repeatable fp32: no TF32, deterministic kernels where torch has them."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_grad_enabled(False)
+
+
+def load_layer(
+    source: TensorSource, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """All tensors of one layer under their short names, in the compute type."""
+    return {
+        name: source.get(layer_name(layer, name)).to(device=device, dtype=dtype) for name in config.layer_tensors()
+    }
+
+
+def embed(source: TensorSource, input_ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Hidden states [chunks, length, hidden] before the first layer."""
+    table = source.get("model.embed_tokens.weight")
+    return table[input_ids.long()].to(device=device, dtype=dtype)
+
+
+def final_hidden_states(
+    source: TensorSource,
+    config: ModelConfig,
+    input_ids: torch.Tensor,
+    dtype: torch.dtype,
+    batch_chunks: int,
+    on_tokens: Callable[[int], None] = lambda tokens: None,
+) -> torch.Tensor:
+    """Final-normed hidden states [chunks, length, hidden] of token ids [chunks, length], in `dtype`.
+
+    `batch_chunks` chunks share a matrix product; it is part of a result's recipe, since the order of additions in a
+    product may depend on it. `on_tokens` is told the tokens done, counted once per layer.
+    """
+    device = pick_device()
+    length = input_ids.shape[1]
+    hidden = embed(source, input_ids, dtype, device)
+    rotary = rotary_table(config, length, device, dtype)
+    for layer in range(config.num_layers):
+        weights = load_layer(source, config, layer, dtype, device)
+        for start in range(0, len(hidden), batch_chunks):
+            batch = slice(start, start + batch_chunks)
+            hidden[batch] = run_block(hidden[batch], weights, config, rotary)
+            on_tokens(hidden[batch].shape[0] * length)
+    gain = source.get("model.norm.weight").to(device=device, dtype=dtype)
+    return rms_norm(hidden, gain, config.rms_norm_eps)
+
+
+def head_weight(source: TensorSource, config: ModelConfig) -> torch.Tensor:
+    """The candidate's output head [vocab, hidden] as its format defines it: its own, or its embedding if tied."""
+    return source.get("lm_head.weight" if "lm_head.weight" in source.infos() else config.head_name)
+
+
+def expected_tensors(config: ModelConfig, source: TensorSource) -> dict[str, tuple[int, ...]]:
+    """Tensors that a candidate must hold. A candidate may untie a tied head by bringing its own."""
+    expected = config.tensors()
+    if config.tied_head and "lm_head.weight" in source.infos():
+        expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return expected

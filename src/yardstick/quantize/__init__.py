@@ -1,0 +1,1 @@
+"""Quantizers: tensors in, tensors out. Orchestration is in `sequential` and `checkpoint`."""

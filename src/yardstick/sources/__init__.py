@@ -1,0 +1,29 @@
+"""Open a candidate by its spec string, `kind:path`."""
+
+import importlib
+from pathlib import Path
+
+from yardstick.errors import YardstickError
+from yardstick.sources.base import TensorInfo, TensorSource, audit_source
+
+__all__ = ["KINDS", "TensorInfo", "TensorSource", "audit_source", "open_source"]
+
+# kind -> (module, class); imported on use, so a result depends on the code of its own format only
+KINDS = {
+    "hf": ("yardstick.sources.hf", "HuggingFaceSource"),
+    "packed": ("yardstick.sources.packed", "PackedSource"),
+    "gguf": ("yardstick.sources.gguf", "GgufSource"),
+}
+
+
+def open_source(spec: str) -> TensorSource:
+    """Open `hf:folder`, `packed:folder` or `gguf:file`.
+
+    Raises:
+        YardstickError: unknown kind, or the file is missing, damaged or of another kind.
+    """
+    kind, separator, path = spec.partition(":")
+    if not separator or kind not in KINDS:
+        raise YardstickError(f"source {spec}: must be one of {', '.join(k + ':PATH' for k in sorted(KINDS))}")
+    module, name = KINDS[kind]
+    return getattr(importlib.import_module(module), name)(Path(path))

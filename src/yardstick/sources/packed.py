@@ -1,0 +1,57 @@
+"""Source `packed:`: our own checkpoints, int4 with a bf16 scale and a bf16 minimum per group of input columns."""
+
+from pathlib import Path
+
+import torch
+
+from yardstick.errors import YardstickError
+from yardstick.files import read_json
+from yardstick.quantize.pack import dequantize, unpack_nibbles
+from yardstick.sources.base import TensorInfo, TensorSource
+from yardstick.sources.hf import SafetensorsReader, checkpoint_files
+
+CODES, SCALES, MINIMA = ".weight_codes", ".weight_scales", ".weight_minima"
+
+
+class PackedSource(TensorSource):
+    """Quantized tensors dequantized to fp32; the rest as stored. Group sizes come from the checkpoint's index."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        index = read_json(self.path / "model.safetensors.index.json")
+        try:
+            self._schemes: dict[str, dict] = index["metadata"]["yardstick"]["tensors"]
+        except (KeyError, TypeError):
+            raise YardstickError(f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?") from None
+        self._reader = SafetensorsReader(checkpoint_files(self.path))
+        self._infos = {}
+        consumed = set()
+        for name, scheme in self._schemes.items():
+            stem = name.removesuffix(".weight")
+            parts = [stem + CODES, stem + SCALES, stem + MINIMA]
+            for part in parts:
+                if part not in self._reader.headers:
+                    raise YardstickError(f"{path}: tensor {part} is missing")
+            consumed.update(parts)
+            bits = sum(self._reader.stored_bits(part) for part in parts)
+            self._infos[name] = TensorInfo(tuple(scheme["shape"]), f"int4-g{scheme['group_size']}", bits)
+        for name, header in self._reader.headers.items():
+            if name not in consumed:
+                self._infos[name] = TensorInfo(
+                    tuple(header["shape"]), header["dtype"].lower(), self._reader.stored_bits(name)
+                )
+
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self._schemes:
+            return self._reader.tensor(name)
+        stem = name.removesuffix(".weight")
+        scheme = self._schemes[name]
+        return dequantize(
+            unpack_nibbles(self._reader.tensor(stem + CODES), scheme["shape"][1]),
+            self._reader.tensor(stem + SCALES),
+            self._reader.tensor(stem + MINIMA),
+            scheme["group_size"],
+        )
