@@ -1,4 +1,4 @@
-"""Progress on long steps: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress on long steps: a bar on a terminal, a line now and then in a pipe or a log."""
 
 import sys
 import time
@@ -7,34 +7,44 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-LINE_EVERY_SECONDS = 15.0
+LINE_EVERY_SECONDS = 20.0
+
+
+class _Lines:
+    """The part of tqdm that we use, as plain lines."""
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self.n, self._what, self._total, self._unit = 0, what, total, unit
+        self._started = self._last = time.monotonic()
+
+    def update(self, count: int) -> None:
+        self.n += count
+        now = time.monotonic()
+        if now - self._last < LINE_EVERY_SECONDS or not self.n:
+            return
+        self._last = now
+        rate = self.n / (now - self._started)
+        left = (self._total - self.n) / rate
+        print(
+            f"{self._what}: {self.n / self._total:.0%}, {rate:.0f} {self._unit}s/s, {left:.0f} s left", file=sys.stderr
+        )
+
+    def close(self) -> None:
+        pass
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str = "token") -> Iterator[tqdm]:
-    """A tqdm bar that shows rate and time left; its `update(n)` is called with finished units.
-
-    On a terminal it redraws; in a log file or a pipe it prints one line at most every 15 seconds.
-    """
-    interactive = sys.stderr.isatty()
-    bar = tqdm(
-        total=total,
-        desc=what,
-        unit=unit,
-        unit_scale=True,
-        file=sys.stderr,
-        dynamic_ncols=interactive,
-        mininterval=0.2 if interactive else LINE_EVERY_SECONDS,
-        maxinterval=1.0 if interactive else LINE_EVERY_SECONDS,
-        leave=interactive,
-        bar_format=None if interactive else "{desc}: {percentage:3.0f}% {rate_fmt}, {remaining} left\n",
-    )
+def progress(what: str, total: int, unit: str = "token") -> Iterator[tqdm | _Lines]:
+    """Something whose `update(n)` is called with finished units; it shows rate and time left."""
+    if sys.stderr.isatty():
+        bar = tqdm(total=total, desc=what, unit=unit, unit_scale=True, file=sys.stderr, dynamic_ncols=True, leave=False)
+    else:
+        bar = _Lines(what, total, unit)
     started = time.monotonic()
     try:
         yield bar
     finally:
-        done = bar.n
         bar.close()
         elapsed = max(time.monotonic() - started, 1e-9)
-        if done:
-            print(f"{what}: {done} {unit}s in {elapsed:.1f} s ({done / elapsed:.0f} {unit}s/s)", file=sys.stderr)
+        if bar.n:
+            print(f"{what}: {bar.n} {unit}s in {elapsed:.1f} s ({bar.n / elapsed:.0f} {unit}s/s)", file=sys.stderr)

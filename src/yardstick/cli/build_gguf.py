@@ -1,0 +1,66 @@
+"""Make a GGUF rival of a model with ggml's own quantizers."""
+
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
+from yardstick.files import sha256_file, write_json
+from yardstick.models.config import load_config
+from yardstick.models.folder import model_digest, model_folder
+from yardstick.progress import progress
+from yardstick.provenance import code_digest, package_versions
+from yardstick.rivals.gguf_write import write_gguf
+from yardstick.rivals.imatrix import read_imatrix
+from yardstick.sources import audit_source
+from yardstick.sources.gguf import gguf_name
+from yardstick.sources.hf import HuggingFaceSource
+
+
+def main(arguments) -> None:
+    recipe, folder = arguments.recipe, model_folder(arguments.model)
+    source, config = HuggingFaceSource(folder), load_config(folder)
+    audit_source(source, config.tensors())
+    importance = read_imatrix(arguments.imatrix) if arguments.imatrix else None
+    if importance:
+        check_widths(importance, config, arguments.imatrix)
+    total = sum(shape[0] * shape[1] for shape in config.tensors().values() if len(shape) == 2)
+    with progress(f"gguf {recipe['mix']}", total, "weight") as bar:
+        types = write_gguf(
+            arguments.output, source, config, folder, recipe["mix"], importance, arguments.threads, bar.update
+        )
+    inputs = {"model": model_digest(arguments.model)}
+    if arguments.imatrix:
+        inputs["imatrix"] = sha256_file(arguments.imatrix)
+    write_json(
+        arguments.record,
+        {
+            "recipe": recipe,
+            "inputs": inputs,
+            "code_sha256": code_digest("yardstick.cli.build_gguf"),
+            "versions": package_versions(),
+            "types": types,
+        },
+    )
+
+
+def check_widths(importance, config, path: Path) -> None:
+    """Refuse an importance matrix of another model.
+
+    Raises:
+        YardstickError: a matrix is missing or has another width.
+    """
+    for name in config.body_matrices():
+        width = config.tensors()[name][1]
+        found = importance.get(gguf_name(name))
+        if found is None or found.shape != (width,):
+            raise YardstickError(f"{path}: {gguf_name(name)} is missing or not {width} wide; it belongs to another model")
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
+    arguments.add_argument("--imatrix", type=Path, help="importance matrix, where the recipe uses one")
+    arguments.add_argument("--threads", type=int, default=1, help="rows are shared among these; results do not change")
+    arguments.add_argument("--output", type=Path, required=True, help="GGUF file to write")
+    arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
+    run_step(main, arguments)

@@ -1,0 +1,35 @@
+"""Compute the importance matrix of a model on its calibration sequences."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from yardstick.cli.common import parser, run_step
+from yardstick.evaluate.windows import load_arrays
+from yardstick.models.config import load_config
+from yardstick.models.folder import model_folder
+from yardstick.models.prefill import exact_arithmetic
+from yardstick.progress import progress
+from yardstick.rivals.imatrix import column_square_sums, write_imatrix
+from yardstick.sources import audit_source
+from yardstick.sources.hf import HuggingFaceSource
+
+
+def main(arguments) -> None:
+    exact_arithmetic()
+    folder = model_folder(arguments.model)
+    source, config = HuggingFaceSource(folder), load_config(folder)
+    audit_source(source, config.tensors())
+    input_ids = torch.from_numpy(np.concatenate(list(load_arrays(arguments.calibration).values()))).long()
+    with progress("imatrix", input_ids.numel() * config.num_layers, "layer token") as bar:
+        sums = column_square_sums(source, config, input_ids, arguments.recipe["batch_chunks"], bar.update)
+    write_imatrix(arguments.output, sums, input_ids.numel(), input_ids.shape[1], arguments.calibration.name)
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
+    arguments.add_argument("--calibration", type=Path, required=True, help="calibration sequences")
+    arguments.add_argument("--output", type=Path, required=True, help="imatrix.gguf to write")
+    run_step(main, arguments)

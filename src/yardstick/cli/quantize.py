@@ -1,0 +1,48 @@
+"""Make one quantized variant of a model: a packed int4 checkpoint, resumed layer by layer."""
+
+import importlib
+import sys
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
+from yardstick.models.config import load_config
+from yardstick.models.folder import model_digest, model_folder
+from yardstick.models.prefill import exact_arithmetic
+from yardstick.provenance import code_digest, package_versions
+from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.methods import METHODS
+from yardstick.sources import audit_source
+from yardstick.sources.hf import HuggingFaceSource
+
+
+def main(arguments) -> None:
+    exact_arithmetic()
+    recipe, folder = arguments.recipe, model_folder(arguments.model)
+    source, config = HuggingFaceSource(folder), load_config(folder)
+    audit_source(source, config.tensors())
+    module = METHODS[recipe["method"]]
+    inputs = {"model": model_digest(arguments.model)}
+    if arguments.calibration:
+        inputs["calibration"] = sha256_file(arguments.calibration)
+    proof = {"recipe": recipe, "inputs": inputs, "code_sha256": code_digest("yardstick.cli.quantize", module)}
+    writer = PackedWriter(arguments.output.parent, sha256_text(canonical_json(proof)))
+    method = importlib.import_module(module)
+    shards = method.quantize_model(source, config, recipe, writer, arguments.calibration)
+    reports = writer.finish(shards, recipe, folder)
+    not_below = [r["name"] for r in reports if r["output_error"] >= r["output_error_rtn"]]
+    if reports:
+        print(f"output error below round-to-nearest's for {len(reports) - len(not_below)} of {len(reports)} matrices", file=sys.stderr)
+    write_json(
+        arguments.record,
+        {**proof, "versions": package_versions(), "matrices": reports, "not_below_rtn": not_below},
+    )
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
+    arguments.add_argument("--calibration", type=Path, help="calibration sequences, where the method uses them")
+    arguments.add_argument("--output", type=Path, required=True, help="index of the checkpoint to write")
+    arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
+    run_step(main, arguments)

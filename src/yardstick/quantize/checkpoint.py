@@ -1,0 +1,99 @@
+"""Write packed checkpoints shard by shard, so that a stopped run resumes at the layer where it was.
+
+A shard is one layer (or the rest of the model). Each is written whole and carries the digest of the recipe, inputs
+and code it was made by; one with another digest is made again. The index is written last: it marks the end, and
+holds the digest of every shard.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from yardstick.files import atomic_path, sha256_file, write_json
+from yardstick.quantize.pack import pack_nibbles
+from yardstick.sources.packed import CODES, MINIMA, SCALES
+
+INDEX = "model.safetensors.index.json"
+
+
+class PackedWriter:
+    """A packed checkpoint under construction."""
+
+    def __init__(self, folder: Path, digest: str) -> None:
+        self.folder, self.digest = folder, digest
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._schemes: dict[str, dict] = {}
+        self._reports: list[dict] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add_quantized(self, name: str, codes, scales, minima, group_size: int, report: dict | None = None) -> None:
+        """Put a matrix into the shard that is being built. `report` goes into the checkpoint's record."""
+        stem = name.removesuffix(".weight")
+        self._tensors[stem + CODES] = pack_nibbles(codes).cpu()
+        self._tensors[stem + SCALES] = scales.cpu().contiguous()
+        self._tensors[stem + MINIMA] = minima.cpu().contiguous()
+        self._schemes[name] = {"group_size": group_size, "shape": list(codes.shape)}
+        if report:
+            self._reports.append({"name": name, **report})
+
+    def add_plain(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor as it is into the shard that is being built."""
+        self._tensors[name] = tensor.cpu().contiguous()
+
+    def finish_shard(self, shard: str) -> None:
+        """Write the shard and forget its tensors."""
+        metadata = {
+            "format": "pt",
+            "digest": self.digest,
+            "schemes": json.dumps(self._schemes),
+            "reports": json.dumps(self._reports),
+        }
+        with atomic_path(self._path(shard)) as temporary:
+            save_file(self._tensors, temporary, metadata=metadata)
+        self._tensors, self._schemes, self._reports = {}, {}, []
+
+    def has_shard(self, shard: str) -> bool:
+        """Whether a whole shard with our digest is there."""
+        try:
+            with safe_open(self._path(shard), framework="pt") as bundle:
+                return (bundle.metadata() or {}).get("digest") == self.digest
+        except (FileNotFoundError, SafetensorError):
+            return False
+
+    def read_shard(self, shard: str) -> tuple[dict[str, torch.Tensor], dict[str, dict]]:
+        """Stored tensors and packing schemes of a finished shard."""
+        with safe_open(self._path(shard), framework="pt") as bundle:
+            names = list(bundle.keys())
+            return {name: bundle.get_tensor(name) for name in names}, json.loads(bundle.metadata()["schemes"])
+
+    def finish(self, shards: Iterable[str], recipe: dict, model_folder: Path) -> list[dict]:
+        """Write config.json, tokenizer and the index; delete shards of earlier runs. Returns the reports."""
+        weight_map, schemes, digests, reports, total = {}, {}, {}, [], 0
+        for shard in shards:
+            path = self._path(shard)
+            with safe_open(path, framework="pt") as bundle:
+                weight_map.update(dict.fromkeys(bundle.keys(), path.name))
+                schemes.update(json.loads(bundle.metadata()["schemes"]))
+                reports.extend(json.loads(bundle.metadata()["reports"]))
+            digests[path.name] = sha256_file(path)
+            total += path.stat().st_size
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in digests:
+                path.unlink()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            if (model_folder / name).is_file():
+                shutil.copyfile(model_folder / name, self.folder / name)
+        packing = {"recipe": recipe, "tensors": schemes, "sha256": digests}
+        write_json(
+            self.folder / INDEX,
+            {"metadata": {"total_size": total, "yardstick": packing}, "weight_map": weight_map},
+        )
+        return reports
+
+    def _path(self, shard: str) -> Path:
+        return self.folder / f"{shard}.safetensors"

@@ -1,0 +1,169 @@
+"""Quantize a model with GPTQ, sequentially: every matrix sees the outputs of the matrices quantized before it.
+
+Calibration sequences are walked through the blocks once. At each stage of a block (see `models.layers.block_stages`)
+the shared input gives the Hessian, the matrices of the stage are quantized, and the walk goes on with the quantized
+weights. The output head comes last, on the final-normed states.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from yardstick.evaluate.windows import load_arrays
+from yardstick.models.config import ModelConfig, layer_name
+from yardstick.models.layers import block_stages, rms_norm, rotary_table, run_block
+from yardstick.models.prefill import embed, load_layer, pick_device
+from yardstick.progress import progress
+from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.gptq import gptq, output_error
+from yardstick.quantize.grid import Grid, round_to_nearest
+from yardstick.quantize.hessian import Hessian
+from yardstick.quantize.pack import dequantize
+from yardstick.sources.base import TensorSource
+from yardstick.sources.packed import CODES, MINIMA, SCALES, unpack_nibbles
+
+SEQUENCES_AT_ONCE = 4
+
+
+class GptqRun:
+    """State of one run: recipe, writer and device."""
+
+    def __init__(self, recipe: dict, writer: PackedWriter) -> None:
+        self.recipe, self.writer = recipe, writer
+        self.grid = Grid(recipe["group_size"], recipe["mse"])
+        self.keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
+
+    def kept(self, name: str) -> bool:
+        """Whether the recipe leaves this matrix in bf16."""
+        return bool(self.keep and self.keep.search(name))
+
+    def quantize_together(self, names: list[str], matrices: list[torch.Tensor], hessian: Hessian) -> list[torch.Tensor]:
+        """Quantize matrices that share an input as one; adds them to the shard and returns them dequantized."""
+        mean = hessian.mean(names[0])
+        stacked = torch.cat([matrix.float() for matrix in matrices])
+        result = gptq(stacked, mean, self.grid, self.recipe["act_order"], self.recipe["damping"], names[0])
+        if result.damping != self.recipe["damping"]:
+            print(f"{names[0]}: damping raised to {result.damping:g}", file=sys.stderr)
+        restored = dequantize(result.codes, result.scales, result.minima, self.grid.group_size)
+        plain_grid = Grid(self.grid.group_size)
+        outputs, start = [], 0
+        for name, matrix in zip(names, matrices, strict=True):
+            rows = slice(start, start + len(matrix))
+            start += len(matrix)
+            nearest = dequantize(*round_to_nearest(stacked[rows], plain_grid), self.grid.group_size)
+            error = output_error(stacked[rows], restored[rows], mean)
+            nearest_error = output_error(stacked[rows], nearest, mean)
+            if error >= nearest_error:
+                print(f"{name}: output error {error:.4g} is not below round-to-nearest's {nearest_error:.4g}", file=sys.stderr)
+            report = {
+                "output_error": error,
+                "output_error_rtn": nearest_error,
+                "weight_error": float((stacked[rows] - restored[rows]).square().sum(dtype=torch.float64)),
+                "weight_error_rtn": float((stacked[rows] - nearest).square().sum(dtype=torch.float64)),
+                "damping": result.damping,
+            }
+            self.writer.add_quantized(
+                name, result.codes[rows], result.scales[rows], result.minima[rows], self.grid.group_size, report
+            )
+            outputs.append(restored[rows])
+        return outputs
+
+
+def quantize_model(
+    source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path
+) -> list[str]:
+    """Write all shards of the checkpoint, going on after those that are there; returns their names."""
+    device, dtype = pick_device(), torch.float32
+    run = GptqRun(recipe, writer)
+    input_ids = torch.from_numpy(np.concatenate(list(load_arrays(calibration).values()))).long()
+    hidden = embed(source, input_ids, dtype, device)
+    rotary = rotary_table(config, input_ids.shape[1], device, dtype)
+    shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
+    with progress("gptq", input_ids.numel() * config.num_layers, "layer token") as bar:
+        for layer, shard in enumerate(shards):
+            if writer.has_shard(shard):
+                weights = stored_layer(writer, shard, config, layer, device)
+                for start in range(0, len(hidden), SEQUENCES_AT_ONCE):
+                    batch = slice(start, start + SEQUENCES_AT_ONCE)
+                    hidden[batch] = run_block(hidden[batch], weights, config, rotary)
+            else:
+                weights = load_layer(source, config, layer, dtype, device)
+                hidden = quantize_layer(run, source, config, layer, weights, hidden, rotary)
+                writer.finish_shard(shard)
+            bar.update(input_ids.numel())
+    shards.append("rest")
+    if not writer.has_shard("rest"):
+        quantize_rest(run, source, config, hidden)
+        writer.finish_shard("rest")
+    return shards
+
+
+def quantize_layer(run: GptqRun, source, config: ModelConfig, layer: int, weights: dict, hidden, rotary) -> torch.Tensor:
+    """Quantize one layer stage by stage; returns its output on the calibration sequences."""
+    batches = [
+        block_stages(hidden[start : start + SEQUENCES_AT_ONCE], weights, config, rotary)
+        for start in range(0, len(hidden), SEQUENCES_AT_ONCE)
+    ]
+    names_of_quantized = set()
+    while True:
+        outputs, hessian, names = [], None, ()
+        for batch in batches:
+            try:
+                names, inputs = next(batch)
+            except StopIteration as stop:
+                outputs.append(stop.value)
+                continue
+            hessian = hessian or Hessian(inputs.shape[-1], inputs.device)
+            hessian.add(inputs)
+            del inputs
+        if hessian is None:
+            break
+        chosen = [name for name in names if not run.kept(layer_name(layer, f"{name}.weight"))]
+        if chosen:
+            restored = run.quantize_together(
+                [layer_name(layer, f"{name}.weight") for name in chosen],
+                [weights[f"{name}.weight"] for name in chosen],
+                hessian,
+            )
+            for name, matrix in zip(chosen, restored, strict=True):
+                weights[f"{name}.weight"] = matrix
+                names_of_quantized.add(f"{name}.weight")
+    for name in config.layer_tensors():
+        if name not in names_of_quantized:
+            run.writer.add_plain(layer_name(layer, name), source.get(layer_name(layer, name)))
+    return torch.cat(outputs)
+
+
+def quantize_rest(run: GptqRun, source: TensorSource, config: ModelConfig, hidden: torch.Tensor) -> None:
+    """The output head on final-normed states; embedding and final norm as they are."""
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        run.writer.add_plain(name, source.get(name))
+    head = source.get(config.head_name)
+    if run.kept("lm_head.weight"):
+        if not config.tied_head:  # a tied head that stays bf16 stays tied
+            run.writer.add_plain("lm_head.weight", head)
+        return
+    gain = source.get("model.norm.weight").to(device=hidden.device, dtype=hidden.dtype)
+    hessian = Hessian(hidden.shape[-1], hidden.device)
+    hessian.add(rms_norm(hidden, gain, config.rms_norm_eps))
+    run.quantize_together(["lm_head.weight"], [head.to(hidden.device)], hessian)
+
+
+def stored_layer(writer: PackedWriter, shard: str, config: ModelConfig, layer: int, device) -> dict[str, torch.Tensor]:
+    """A finished layer as the quantizer left it: fp32 under short names."""
+    tensors, schemes = writer.read_shard(shard)
+    weights = {}
+    for short in config.layer_tensors():
+        name = layer_name(layer, short)
+        stem = name.removesuffix(".weight")
+        if name in schemes:
+            scheme = schemes[name]
+            codes = unpack_nibbles(tensors[stem + CODES], scheme["shape"][1])
+            value = dequantize(codes, tensors[stem + SCALES], tensors[stem + MINIMA], scheme["group_size"])
+        else:
+            value = tensors[name].float()
+        weights[short] = value.to(device)
+    return weights

@@ -1,0 +1,38 @@
+"""Round a whole model to nearest; no calibration text is needed."""
+
+import re
+from pathlib import Path
+
+from yardstick.models.config import ModelConfig, layer_name
+from yardstick.progress import progress
+from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.grid import Grid, round_to_nearest
+from yardstick.sources.base import TensorSource
+
+
+def quantize_model(
+    source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path | None
+) -> list[str]:
+    """Write all shards of the checkpoint; returns their names."""
+    grid = Grid(recipe["group_size"], recipe["mse"])
+    keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
+    shards: dict[str, list[str]] = {f"layer-{i:05d}": [] for i in range(config.num_layers)}
+    for layer, names in enumerate(shards.values()):
+        names.extend(layer_name(layer, name) for name in config.layer_tensors())
+    shards["rest"] = sorted({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
+    matrices = {*config.body_matrices(), "lm_head.weight"}
+    with progress(f"rtn g{grid.group_size}", len(shards), "shard") as bar:
+        for shard, names in shards.items():
+            if not writer.has_shard(shard):
+                for name in names:
+                    tensor = source.get(config.head_name if name == "lm_head.weight" else name)
+                    if name not in matrices or (keep and keep.search(name)):
+                        # a tied head that stays bf16 stays tied
+                        if not (name == "lm_head.weight" and config.tied_head):
+                            writer.add_plain(name, tensor)
+                        continue
+                    codes, scales, minima = round_to_nearest(tensor.float(), grid)
+                    writer.add_quantized(name, codes, scales, minima, grid.group_size)
+                writer.finish_shard(shard)
+            bar.update(1)
+    return list(shards)

@@ -1,0 +1,1 @@
+"""Rivals: the same reference in other people's formats, made by their own quantizers."""
