@@ -10,7 +10,7 @@ import ast
 import hashlib
 import importlib.metadata
 import platform
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
-@lru_cache(maxsize=None)
+@cache
 def stage_files(*modules: str) -> tuple[str, ...]:
     """Absolute paths of `modules` and of every module of ours that they import, directly or not, sorted."""
     found: set[Path] = set()

@@ -53,7 +53,9 @@ def check_widths(importance, config, path: Path) -> None:
         width = config.tensors()[name][1]
         found = importance.get(gguf_name(name))
         if found is None or found.shape != (width,):
-            raise YardstickError(f"{path}: {gguf_name(name)} is missing or not {width} wide; it belongs to another model")
+            raise YardstickError(
+                f"{path}: {gguf_name(name)} is missing or not {width} wide; it belongs to another model"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every step shares: arguments, the log file, one-line errors and the lock that tells a live run from a dead one."""
+"""What every step shares: arguments, the log file, one-line errors and the lock that shows that a run is alive."""
 
 import argparse
 import errno
@@ -51,7 +51,7 @@ def run_step(step: Callable[[argparse.Namespace], Any], arguments: argparse.Argu
     log = None
     if parsed.log:
         parsed.log.parent.mkdir(parents=True, exist_ok=True)
-        log = open(parsed.log, "w", encoding="utf-8")
+        log = open(parsed.log, "w", encoding="utf-8")  # noqa: SIM115 (closed below, after the last message)
         sys.stderr = _Tee(sys.stderr, log)
     try:
         step(parsed)
@@ -82,7 +82,7 @@ def user_message(error: Exception) -> str | None:
     if type(error).__name__ in ("SafetensorError", "ArrowInvalid", "OSError", "ArrowException"):
         for sign in ("No space left", "os error 28", "errno 28", "File too large", "os error 27"):
             if sign in text:
-                return f"cannot write: {text}; free some disk and run the same command again, nothing half-written was kept"
+                return f"cannot write: {text}; free some disk and run the same command again"
     return None
 
 
@@ -90,6 +90,6 @@ def _share_lock():
     """Hold a shared lock while a step runs under a workflow, so a later run can tell whether anything is alive."""
     if not LOCK_FILE.is_file():
         return None
-    handle = open(LOCK_FILE)
+    handle = open(LOCK_FILE)  # noqa: SIM115 (held for the life of the step)
     fcntl.flock(handle, fcntl.LOCK_SH)
     return handle

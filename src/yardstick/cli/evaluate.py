@@ -33,8 +33,10 @@ def main(arguments) -> None:
     recipe, folder = arguments.recipe["evaluate"], model_folder(arguments.model)
     config = load_config(folder)
     vocabulary = read_json(arguments.corpora)["vocabulary"]
-    spec = f"{recipe['source']}:{arguments.checkpoint or folder}"
-    source, original = open_source(spec), HuggingFaceSource(folder)
+    checkpoint = arguments.checkpoint or folder
+    # a sharded checkpoint is named by its index, whose folder the source opens
+    source_path = checkpoint.parent if checkpoint.suffix == ".json" else checkpoint
+    source, original = open_source(f"{recipe['source']}:{source_path}"), HuggingFaceSource(folder)
     audit_source(source, expected_tensors(config, source))
     windows, reference = load_windows(arguments.chunks), load_states(arguments.reference)
     if tuple(reference.shape[:2]) != tuple(windows.inputs.shape):
@@ -70,7 +72,7 @@ def main(arguments) -> None:
                     "model": model_digest(arguments.model),
                     "chunks": sha256_file(arguments.chunks),
                     "reference": sha256_file(arguments.reference),
-                    **({"checkpoint": checkpoint_digest(arguments.checkpoint)} if arguments.checkpoint else {}),
+                    **({"checkpoint": sha256_file(arguments.checkpoint)} if arguments.checkpoint else {}),
                 },
                 "code_sha256": code_digest("yardstick.cli.evaluate", kind_module),
                 "metric_version": METRIC_VERSION,
@@ -96,11 +98,6 @@ def run_forward(recipe: dict, source, config, windows: EvaluationWindows, folder
     return final_hidden_states(source, config, windows.inputs, dtype, recipe["batch_chunks"], on_tokens)
 
 
-def checkpoint_digest(checkpoint: Path) -> str:
-    """Digest of a checkpoint: of its file, or of its index, which holds the digests of its shards."""
-    return sha256_file(checkpoint / "model.safetensors.index.json" if checkpoint.is_dir() else checkpoint)
-
-
 def describe(fault: tuple[int, str], windows: EvaluationWindows, length: int) -> str:
     """Where a failed candidate first went wrong."""
     chunk, position = divmod(fault[0], length)
@@ -111,7 +108,7 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--name", required=True, help="the candidate's name")
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
-    arguments.add_argument("--checkpoint", type=Path, help="the candidate's file or folder; the model's own if left out")
+    arguments.add_argument("--checkpoint", type=Path, help="the candidate's file or index; the original if left out")
     arguments.add_argument("--chunks", type=Path, required=True, help="evaluation windows")
     arguments.add_argument("--corpora", type=Path, required=True, help="the corpora's manifest.json")
     arguments.add_argument("--reference", type=Path, required=True, help="the reference's hidden states")

@@ -32,7 +32,10 @@ def main(arguments) -> None:
     reports = writer.finish(shards, recipe, folder)
     not_below = [r["name"] for r in reports if r["output_error"] >= r["output_error_rtn"]]
     if reports:
-        print(f"output error below round-to-nearest's for {len(reports) - len(not_below)} of {len(reports)} matrices", file=sys.stderr)
+        print(
+            f"output error below round-to-nearest's for {len(reports) - len(not_below)} of {len(reports)} matrices",
+            file=sys.stderr,
+        )
     write_json(
         arguments.record,
         {**proof, "versions": package_versions(), "matrices": reports, "not_below_rtn": not_below},

@@ -7,15 +7,19 @@ last one is the answer.
 import random
 from dataclasses import dataclass
 
-NAMES = (
-    "Amara Bela Chidi Dora Emeka Farah Goran Hilda Ines Jonas Kofi Lena Milan Nadia Oskar Priya Quinn Rosa Samir "
-    "Tomas Uma Viktor Wanda Yusuf Zora"
-).split()
-GOODS = (
-    "apple book candle drum egg feather glove hat jar kite lamp mug needle onion pencil quilt ribbon spoon ticket vase"
-).split()
-PLACES = "market bakery harbour library garden workshop school museum station farm".split()
-BOXES = "box crate basket bag shelf drawer tray sack".split()
+# fmt: off
+NAMES = [
+    "Amara", "Bela", "Chidi", "Dora", "Emeka", "Farah", "Goran", "Hilda", "Ines", "Jonas", "Kofi", "Lena",
+    "Milan", "Nadia", "Oskar", "Priya", "Quinn", "Rosa", "Samir", "Tomas", "Uma", "Viktor", "Wanda", "Yusuf",
+    "Zora",
+]
+GOODS = [
+    "apple", "book", "candle", "drum", "egg", "feather", "glove", "hat", "jar", "kite", "lamp", "mug", "needle",
+    "onion", "pencil", "quilt", "ribbon", "spoon", "ticket", "vase",
+]
+# fmt: on
+PLACES = ["market", "bakery", "harbour", "library", "garden", "workshop", "school", "museum", "station", "farm"]
+BOXES = ["box", "crate", "basket", "bag", "shelf", "drawer", "tray", "sack"]
 PLURALS = {"box": "boxes", "shelf": "shelves"}
 
 
@@ -45,7 +49,7 @@ def _step(left: int, operator: str, right: int) -> tuple[str, int]:
 
 def _packing(rng: random.Random) -> WordProblem:
     who, place, good, box = rng.choice(NAMES), rng.choice(PLACES), rng.choice(GOODS), rng.choice(BOXES)
-    boxes, each, lost = rng.randint(3, 24), rng.randint(4, 36), 0
+    boxes, each = rng.randint(3, 24), rng.randint(4, 36)
     lost = rng.randint(1, each * 2)
     first, total = _step(boxes, "*", each)
     second, left = _step(total, "-", lost)

@@ -64,8 +64,8 @@ def require_disjoint(arrays: dict) -> None:
         for other, seen in arrays["calibration"].items():
             if shared := find_shared_window(rows, seen):
                 raise YardstickError(
-                    f"corpora: evaluation.{name} row {shared[0]} and calibration.{other} row {shared[1]} share a run of "
-                    "64 tokens; evaluation text must not be calibrated on"
+                    f"corpora: evaluation.{name} row {shared[0]} and calibration.{other} row {shared[1]} share "
+                    "a run of 64 tokens; evaluation text must not be calibrated on"
                 )
 
 

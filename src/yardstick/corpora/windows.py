@@ -61,7 +61,9 @@ def _rows(ids: np.ndarray, starts: np.ndarray, width: int, bos: int | None) -> n
     return rows.astype(np.int32)
 
 
-def find_shared_window(evaluation: np.ndarray, calibration: np.ndarray, width: int = OVERLAP_WINDOW) -> tuple[int, int] | None:
+def find_shared_window(
+    evaluation: np.ndarray, calibration: np.ndarray, width: int = OVERLAP_WINDOW
+) -> tuple[int, int] | None:
     """(row of `evaluation`, row of `calibration`) of the first run of `width` equal ids, or None."""
     width = min(width, evaluation.shape[1], calibration.shape[1])
     seen: dict[bytes, int] = {}

@@ -3,7 +3,9 @@
 Both heads are walked in tiles of the vocabulary. For each position a running maximum m and sums rescaled to it are
 kept (as in online softmax):
 
-    KL(p || q) = sum_v p_v (x_v - y_v) - (logsumexp x - logsumexp y),  p = softmax(x), x and y the two logit rows.
+    KL(p || q) = sum_v p_v (x'_v - y'_v) - (log sum exp x' - log sum exp y'),  p = softmax(x),
+
+where x' and y' are the two logit rows less their own maxima, so that a shift of all logits costs no precision.
 
 Logits are fp32 whatever the body computed in, sums are fp64. Equal inputs give exactly 0. A position where both
 logits are minus infinity adds nothing; p > 0 where q = 0 makes the KL infinite, which `find_fault` reports.
@@ -52,10 +54,10 @@ class _Softmax:
         self.label_logit[inside] = logits[inside, labels[inside] - first]
         return rescale
 
-    def exponentials_(self, logits: torch.Tensor) -> torch.Tensor:
-        """exp(logits - maximum), in place; a row that is all minus infinity so far gives zeros."""
-        offset = torch.where(self.maximum == -torch.inf, 0.0, self.maximum)
-        return logits.sub_(offset[:, None]).exp_()
+    @property
+    def offset(self) -> torch.Tensor:
+        """The maximum, or 0 for a row that is all minus infinity so far."""
+        return torch.where(self.maximum == -torch.inf, 0.0, self.maximum)
 
     def logsumexp(self) -> torch.Tensor:
         return self.maximum.double() + self.total.log()
@@ -99,23 +101,29 @@ def _compare_block(
 ) -> Divergence:
     positions, device = len(states), states.device
     reference, candidate = _Softmax(positions, device), _Softmax(positions, device)
-    cross = torch.zeros(positions, dtype=torch.float64, device=device)  # sum of exp(x - m) (x - y)
+    cross = torch.zeros(positions, dtype=torch.float64, device=device)  # sum of exp(x') (x' - y')
     for first in range(0, len(head), VOCAB_TILE):
         tile = slice(first, first + VOCAB_TILE)
         x = reference_states @ reference_head[tile].float().T
         y = states @ head[tile].float().T
+        old_gap = reference.offset.double() - candidate.offset.double()
         rescale = reference.enter(x, labels, first)
         candidate.total *= candidate.enter(y, labels, first)
+        x.sub_(reference.offset[:, None])
+        y.sub_(candidate.offset[:, None])
+        # what is summed so far was relative to the old maxima
+        gap = reference.offset.double() - candidate.offset.double()
+        cross = (cross + reference.total * (old_gap - gap)) * rescale
         difference = x - y
-        p = reference.exponentials_(x)
+        p, q = x.exp_(), y.exp_()
         reference.total = reference.total * rescale + p.sum(dim=1, dtype=torch.float64)
+        candidate.total += q.sum(dim=1, dtype=torch.float64)
         difference.masked_fill_(p == 0, 0.0)
-        cross = cross * rescale + p.mul_(difference).sum(dim=1, dtype=torch.float64)
-        candidate.total += candidate.exponentials_(y).sum(dim=1, dtype=torch.float64)
+        cross += p.mul_(difference).sum(dim=1, dtype=torch.float64)
     x_lse, y_lse = reference.logsumexp(), candidate.logsumexp()
     label_x, label_y = reference.label_logit.double() - x_lse, candidate.label_logit.double() - y_lse
     return Divergence(
-        kl=cross / reference.total - (x_lse - y_lse),
+        kl=cross / reference.total - (reference.total.log() - candidate.total.log()),
         reference_nll=-label_x,
         nll=-label_y,
         reference_top1=reference.argmax,

@@ -16,7 +16,9 @@ def model_folder(manifest: Path) -> Path:
     folder = Path(manifest).parent / content["folder"]
     for name in content["files"]:
         if not (folder / name).is_file():
-            raise YardstickError(f"{folder}: file {name} of {manifest} is gone; delete the manifest to fetch the model again")
+            raise YardstickError(
+                f"{folder}: file {name} of {manifest} is gone; delete the manifest to fetch the model again"
+            )
     return folder
 
 

@@ -3,6 +3,7 @@
 Memory is one layer plus the hidden states of all chunks, and every weight is read once per candidate.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,12 @@ def pick_device() -> torch.device:
 
 
 def exact_arithmetic() -> None:
-    """Ask torch for repeatable fp32: no TF32, deterministic kernels where torch has them."""
+    """Ask torch for repeatable fp32 on all cores: no TF32, deterministic kernels where torch has them.
+
+    Snakemake sets OMP_NUM_THREADS to a job's thread count, which is 1 under -j1; one model step runs at a time and
+    is given the machine, so the count is set here.
+    """
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -31,9 +37,7 @@ def load_layer(
     source: TensorSource, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """All tensors of one layer under their short names, in the compute type."""
-    return {
-        name: source.get(layer_name(layer, name)).to(device=device, dtype=dtype) for name in config.layer_tensors()
-    }
+    return {name: source.get(layer_name(layer, name)).to(device=device, dtype=dtype) for name in config.layer_tensors()}
 
 
 def embed(source: TensorSource, input_ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

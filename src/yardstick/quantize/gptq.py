@@ -13,7 +13,7 @@ from yardstick.quantize.grid import Grid, find_range, nearest_codes, static_rang
 from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import group_count
 
-BLOCK_COLUMNS = 128
+BLOCK_COLUMNS = 128  # about; a block always holds whole groups
 
 
 @dataclass
@@ -52,14 +52,15 @@ def gptq(
     columns = weights.T[order].contiguous()
     codes = torch.empty_like(columns, dtype=torch.uint8)
     group_of = (order // grid.group_size).tolist()
-    for start in range(0, in_features, BLOCK_COLUMNS):
-        stop = min(start + BLOCK_COLUMNS, in_features)
+    # whole groups, so that a group's range is taken from weights that carry all errors before it
+    block_columns = max(1, BLOCK_COLUMNS // grid.group_size) * grid.group_size
+    for start in range(0, in_features, block_columns):
+        stop = min(start + block_columns, in_features)
         block = columns[start:stop]
         errors = torch.empty_like(block)
         for i in range(stop - start):
             column, group = start + i, group_of[start + i]
             if not act_order and column % grid.group_size == 0:
-                # columns beyond this block still lack its errors only where a group is longer than a block
                 members = columns[column : column + grid.group_size]
                 scales[:, group], minima[:, group] = find_range(members.T.contiguous(), grid.mse)
             scale, minimum = scales[:, group], minima[:, group]

@@ -57,7 +57,10 @@ class GptqRun:
             error = output_error(stacked[rows], restored[rows], mean)
             nearest_error = output_error(stacked[rows], nearest, mean)
             if error >= nearest_error:
-                print(f"{name}: output error {error:.4g} is not below round-to-nearest's {nearest_error:.4g}", file=sys.stderr)
+                print(
+                    f"{name}: output error {error:.4g} is not below round-to-nearest's {nearest_error:.4g}",
+                    file=sys.stderr,
+                )
             report = {
                 "output_error": error,
                 "output_error_rtn": nearest_error,
@@ -101,7 +104,9 @@ def quantize_model(
     return shards
 
 
-def quantize_layer(run: GptqRun, source, config: ModelConfig, layer: int, weights: dict, hidden, rotary) -> torch.Tensor:
+def quantize_layer(
+    run: GptqRun, source, config: ModelConfig, layer: int, weights: dict, hidden, rotary
+) -> torch.Tensor:
     """Quantize one layer stage by stage; returns its output on the calibration sequences."""
     batches = [
         block_stages(hidden[start : start + SEQUENCES_AT_ONCE], weights, config, rotary)

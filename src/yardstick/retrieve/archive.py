@@ -41,7 +41,17 @@ def _pip_download(package: str, version: str, sha256: str, folder: Path) -> Path
         requirement = Path(temporary) / "requirement.txt"
         requirement.write_text(f"{package}=={version} --hash=sha256:{sha256}\n")
         files = Path(temporary) / "files"
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--retries", "3", "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--require-hashes",
+            "--retries",
+            "3",
+            "--quiet",
+        ]
         command += ["--use-pep517", "--no-build-isolation", "--disable-pip-version-check"]
         command += ["--dest", str(files), "--requirement", str(requirement)]
         reasons = []
@@ -54,7 +64,9 @@ def _pip_download(package: str, version: str, sha256: str, folder: Path) -> Path
                 os.replace(found[0], target)
                 return target
             errors = [line for line in result.stderr.splitlines() if line.strip().startswith("ERROR")]
-            reasons.append(errors[0].strip().split(" (from versions")[0] if errors else result.stderr.strip()[-200:] or "no file")
+            reasons.append(
+                errors[0].strip().split(" (from versions")[0] if errors else result.stderr.strip()[-200:] or "no file"
+            )
         mismatch = next((line for line in reasons if "HASH" in line.upper()), None)
     if mismatch:
         raise YardstickError(f"{package}=={version}: no file of this release has sha256 {sha256}; correct the pin")

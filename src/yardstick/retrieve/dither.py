@@ -36,7 +36,9 @@ def block_steps(tensor) -> np.ndarray:
     """
     kind = tensor.tensor_type.name
     if kind not in STEP_FIRST_BLOCKS:
-        raise YardstickError(f"dither: GGUF tensor {tensor.name} has type {kind}, only {', '.join(STEP_FIRST_BLOCKS)} can")
+        raise YardstickError(
+            f"dither: GGUF tensor {tensor.name} has type {kind}, only {', '.join(STEP_FIRST_BLOCKS)} can"
+        )
     blocks = np.ascontiguousarray(tensor.data).reshape(-1, STEP_FIRST_BLOCKS[kind])
     steps = blocks[:, :2].copy().view(np.float16).astype(np.float32)
     shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -47,5 +49,7 @@ def dither_tensor(tensor, seed: int | None) -> torch.Tensor:
     """bf16 values of a GGUF tensor in its own row order, dithered where it is quantized and `seed` is not None."""
     values = dequantize_gguf(tensor)
     if seed is not None and tensor.tensor_type.name != "F32":
-        values = values + block_steps(tensor) * uniform_cell_offsets(values.size, seed, tensor.name).reshape(values.shape)
+        values = values + block_steps(tensor) * uniform_cell_offsets(values.size, seed, tensor.name).reshape(
+            values.shape
+        )
     return torch.from_numpy(values.astype(np.float32)).bfloat16()

@@ -6,7 +6,14 @@ from pathlib import Path
 from yardstick.errors import YardstickError
 from yardstick.files import require_sha256
 
-PATTERNS = ["*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "*.jinja"]
+PATTERNS = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "*.jinja",
+]
 
 
 def download_model(repository: str, revision: str, folder: Path) -> None:
@@ -26,7 +33,9 @@ def download_model(repository: str, revision: str, folder: Path) -> None:
         files = HfApi().model_info(repository, revision=revision, files_metadata=True).siblings or []
     except Exception as error:  # the library raises its own, httpx's and the system's errors for "not reachable"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise YardstickError(f"model {repository}@{revision[:12]}: cannot be downloaded from the hub ({reason})") from None
+        raise YardstickError(
+            f"model {repository}@{revision[:12]}: cannot be downloaded from the hub ({reason})"
+        ) from None
     for file in files:
         if file.lfs and (folder / file.rfilename).is_file():
             require_sha256(folder / file.rfilename, file.lfs["sha256"], f"{repository}: {file.rfilename}")

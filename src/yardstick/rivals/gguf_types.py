@@ -49,20 +49,20 @@ def tensor_type(name: str, width: int, mix: str, config: ModelConfig, has_imatri
     parts = name.split(".")
     layer = int(parts[1]) if parts[0] == "blk" else -1
     role = parts[2] if layer >= 0 else parts[0]
-    if mix != "Q8_0":
-        if role == "output" or (role == "token_embd" and config.tied_head):
-            kind = Type.Q6_K
-        elif mix == "Q4_K_M" and role in ("attn_v", "ffn_down") and uses_more_bits(layer, config.num_layers):
-            kind = Type.Q6_K
-        elif mix == "IQ4_XS" and role == "attn_v" and config.num_heads // config.num_kv_heads >= 4:
-            kind = Type.Q5_K
-        elif role == "ffn_down" and layer < config.num_layers // 8:
-            if mix == "IQ4_XS" and not has_imatrix:
-                kind = Type.Q5_K
-            elif mix == "Q4_0" and has_imatrix:
-                kind = Type.Q4_1
+    is_head = role == "output" or (role == "token_embd" and config.tied_head)
+    more_bits = role in ("attn_v", "ffn_down") and uses_more_bits(layer, config.num_layers)
+    first_down = role == "ffn_down" and layer < config.num_layers // 8
+    wide_groups = config.num_heads // config.num_kv_heads >= 4
+    if mix != "Q8_0" and (is_head or (mix == "Q4_K_M" and more_bits)):
+        kind = Type.Q6_K
+    elif mix == "IQ4_XS" and ((role == "attn_v" and wide_groups) or (first_down and not has_imatrix)):
+        kind = Type.Q5_K
+    elif mix == "Q4_0" and first_down and has_imatrix:
+        kind = Type.Q4_1
     if kind in FALLBACK and width % SUPER_BLOCK:
         kind = FALLBACK[kind]
     if width % 32:
-        raise YardstickError(f"{mix}: tensor {name} has {width} columns, not a multiple of 32; llama.cpp cannot quantize it")
+        raise YardstickError(
+            f"{mix}: tensor {name} has {width} columns, not a multiple of 32; llama.cpp cannot quantize it"
+        )
     return kind

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import libgguf
 import numpy as np
-import torch
-from gguf import GGUFWriter, RopeScalingType
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter, RopeScalingType
 
 from yardstick.files import atomic_path, read_json
 from yardstick.models.config import ModelConfig
@@ -21,7 +20,9 @@ ROWS_AT_ONCE = 512
 NORMAL, CONTROL = 1, 3  # token types
 
 
-def quantize_matrix(values: np.ndarray, kind: Type, importance: np.ndarray | None, pool: ThreadPoolExecutor) -> np.ndarray:
+def quantize_matrix(
+    values: np.ndarray, kind: Type, importance: np.ndarray | None, pool: ThreadPoolExecutor
+) -> np.ndarray:
     """ggml blocks of fp32 values [out, in]: uint8 [out, bytes]. Rows are independent, so threads share them."""
 
     def quantize(start: int) -> np.ndarray:

@@ -78,7 +78,9 @@ class HuggingFaceSource(TensorSource):
         self._infos = {}
         for name, header in self._reader.headers.items():
             if header["dtype"] not in BITS:
-                raise YardstickError(f"{self.path}: tensor {name} has type {header['dtype']}, which is not a plain float")
+                raise YardstickError(
+                    f"{self.path}: tensor {name} has type {header['dtype']}, which is not a plain float"
+                )
             self._infos[name] = TensorInfo(
                 tuple(header["shape"]), header["dtype"].lower(), self._reader.stored_bits(name)
             )

@@ -22,7 +22,9 @@ class PackedSource(TensorSource):
         try:
             self._schemes: dict[str, dict] = index["metadata"]["yardstick"]["tensors"]
         except (KeyError, TypeError):
-            raise YardstickError(f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?") from None
+            raise YardstickError(
+                f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?"
+            ) from None
         self._reader = SafetensorsReader(checkpoint_files(self.path))
         self._infos = {}
         consumed = set()

@@ -1,0 +1,30 @@
+"""Write quantization.md, the whole record."""
+
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.files import read_json, write_text
+from yardstick.report.document import write_record
+from yardstick.report.results import load_results
+
+
+def main(arguments) -> None:
+    models = [
+        (
+            load_results(arguments.results, model, arguments.recipe),
+            read_json(arguments.corpora / model / "manifest.json"),
+            arguments.results,
+        )
+        for model in arguments.recipe["models"]
+    ]
+    write_text(arguments.output, write_record(models))
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument(
+        "--results", type=Path, required=True, help="folder that holds <model>/<candidate>/summary.json"
+    )
+    arguments.add_argument("--corpora", type=Path, required=True, help="folder that holds <model>/manifest.json")
+    arguments.add_argument("--output", type=Path, required=True, help="quantization.md to write")
+    run_step(main, arguments)

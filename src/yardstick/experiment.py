@@ -1,0 +1,141 @@
+"""The experiment that a config describes: validated, defaults filled in, candidates by name."""
+
+import copy
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from yardstick.errors import YardstickError
+from yardstick.quantize.methods import METHODS
+
+SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
+
+# rows that every table has: how much of a difference is the ruler's own
+NOISE_FLOORS = {
+    "noise-hf": "Hugging Face's forward on the original weights",
+    "noise-arithmetic": "our forward on the original weights in the other of fp32 and bf16",
+}
+OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
+RESERVED = {"reference"}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked config."""
+
+    config: dict[str, Any]
+
+    @property
+    def models(self) -> dict[str, dict]:
+        return self.config["models"]
+
+    @property
+    def variants(self) -> dict[str, dict]:
+        return self.config["variants"]
+
+    @property
+    def rivals(self) -> dict[str, dict]:
+        return self.config["rivals"]
+
+    @property
+    def candidates(self) -> list[str]:
+        """All rows of a table: variants, rivals and noise floors."""
+        return [*self.variants, *self.rivals, *NOISE_FLOORS]
+
+    def recipe(self, candidate: str) -> dict:
+        """How the candidate itself is made."""
+        if candidate in self.variants:
+            return self.variants[candidate]
+        if candidate in self.rivals:
+            return self.rivals[candidate]
+        return {"kind": candidate}
+
+    def evaluation_recipe(self, candidate: str) -> dict:
+        """How the candidate is measured: source kind, forward, arithmetic, batch."""
+        settings = self.config["evaluation"]
+        recipe = {"batch_chunks": settings["batch_chunks"], "dtype": settings["dtype"], "forward": "yardstick"}
+        if candidate in self.variants:
+            return recipe | {"source": "packed"}
+        if candidate in self.rivals:
+            return recipe | {"source": self.rivals[candidate]["kind"]}
+        recipe["source"] = "hf"
+        if candidate == "noise-hf":
+            return recipe | {"forward": "transformers"}
+        return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
+
+
+def load_experiment(config: dict[str, Any]) -> Experiment:
+    """Check a config against the schema and against itself, and fill in defaults.
+
+    Raises:
+        YardstickError: one line that names the key and what is wrong with it.
+    """
+    schema = yaml.safe_load(SCHEMA_PATH.read_text(encoding="utf-8"))
+    config = copy.deepcopy(dict(config))
+    _check(config, schema, schema, "config")
+    experiment = Experiment(config)
+    if "plots" in experiment.models:
+        raise YardstickError("config: model name plots is reserved")
+    names = [*experiment.variants, *experiment.rivals]
+    for name in names:
+        if name in RESERVED or name in NOISE_FLOORS:
+            raise YardstickError(f"config: candidate name {name} is reserved")
+    for name in set(experiment.variants) & set(experiment.rivals):
+        raise YardstickError(f"config: {name} is both in variants and in rivals")
+    for key in ("baseline", "bar"):
+        if config[key] not in names:
+            raise YardstickError(
+                f"config: {key}: {config[key]!r} is not a variant or rival (known: {', '.join(names)})"
+            )
+    for name, recipe in experiment.variants.items():
+        try:
+            re.compile(recipe["keep_bf16"] or "")
+        except re.error as error:
+            raise YardstickError(f"config: variants.{name}.keep_bf16: not a regular expression ({error})") from None
+    return experiment
+
+
+def _check(value: Any, schema: dict, root: dict, where: str) -> None:
+    """Validate `value` in place: kinds are resolved by their key, defaults are filled in, the first fault is raised."""
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "x-kinds" in schema:
+        kinds, key = root["$defs"][schema["x-kinds"]], schema["x-key"]
+        if not isinstance(value, dict) or value.get(key) not in kinds:
+            found = value.get(key) if isinstance(value, dict) else value
+            raise YardstickError(f"{where}.{key}: must be one of {', '.join(kinds)} (got {found!r})")
+        schema = kinds[value[key]]
+    if isinstance(value, dict) and schema.get("type") == "object":
+        known = schema.get("properties", {})
+        for name, rule in known.items():
+            if name not in value and "default" in rule:
+                value[name] = copy.deepcopy(rule["default"])
+        for name in schema.get("required", []):
+            if name not in value:
+                raise YardstickError(f"{where}: key {name!r} is missing")
+        others = schema.get("additionalProperties", True)
+        for name, item in value.items():
+            if "propertyNames" in schema:
+                _check(name, schema["propertyNames"], root, f"{where}: name {name!r}")
+            if name in known:
+                _check(item, known[name], root, f"{where}.{name}")
+            elif others is False:
+                raise YardstickError(f"{where}: unknown key {name!r} (known: {', '.join(known)})")
+            elif isinstance(others, dict):
+                _check(item, others, root, f"{where}.{name}")
+        if len(value) < schema.get("minProperties", 0):
+            raise YardstickError(f"{where}: must not be empty")
+        return
+    plain = {key: rule for key, rule in schema.items() if not key.startswith("x-")}
+    error = next(jsonschema.Draft202012Validator(plain).iter_errors(value), None)
+    if error:
+        raise YardstickError(f"{where}: {error.message}")
+
+
+def method_module(method: str) -> str:
+    """Module that runs a quantizer method."""
+    return METHODS[method]

@@ -1,0 +1,1 @@
+"""Tables, plots and the record, made from summaries and positions; no model is run here."""

@@ -1,0 +1,100 @@
+"""Read the results of a model, and the sentences that follow from them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from yardstick.errors import YardstickError
+from yardstick.evaluate.positions import read_positions
+from yardstick.evaluate.statistics import paired_difference
+from yardstick.experiment import NOISE_FLOORS
+from yardstick.files import read_json
+
+
+@dataclass
+class Row:
+    """One candidate: its summary, its positions, and its paired difference to the baseline (None where undefined)."""
+
+    name: str
+    summary: dict
+    positions: pd.DataFrame | None
+    difference: dict | None = None
+
+    @property
+    def failed(self) -> str | None:
+        return self.summary["failed"]
+
+    @property
+    def is_noise(self) -> bool:
+        return self.name in NOISE_FLOORS
+
+    @property
+    def kl(self) -> float:
+        return self.summary["kl"]["mean"]
+
+
+@dataclass
+class ModelResults:
+    """All candidates of a model, the best first, failed ones last."""
+
+    model: str
+    baseline: str
+    bar: str
+    rows: list[Row] = field(default_factory=list)
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def measured(self) -> list[Row]:
+        """Rows that did not fail."""
+        return [row for row in self.rows if not row.failed]
+
+    @property
+    def corpora(self) -> list[str]:
+        return list(self.measured[0].summary["corpora"]) if self.measured else []
+
+
+def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
+    """Read summaries and positions of all candidates of `model`, and pair each with the baseline.
+
+    Raises:
+        YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
+    """
+    loaded = ModelResults(model, recipe["baseline"], recipe["bar"])
+    for name in recipe["candidates"]:
+        folder = Path(results) / model / name
+        summary = read_json(folder / "summary.json")
+        loaded.rows.append(
+            Row(name, summary, None if summary["failed"] else read_positions(folder / "positions.parquet"))
+        )
+    baseline = loaded.row(loaded.baseline)
+    for row in loaded.measured:
+        if baseline.failed or row is baseline:
+            continue
+        try:
+            row.difference = paired_difference(row.positions, baseline.positions, recipe["seed"])
+        except ValueError as error:
+            raise YardstickError(f"{model}: {row.name} and {baseline.name}: {error}; run the older one again") from None
+    loaded.rows.sort(key=lambda row: (row.failed is not None, row.kl if not row.failed else 0.0, row.name))
+    return loaded
+
+
+def verdict(results: ModelResults) -> str:
+    """Whether the baseline meets the bar: its mean KL is no worse than the bar's, beyond the paired interval."""
+    bar, ours = results.row(results.bar), results.row(results.baseline)
+    for row in (bar, ours):
+        if row.failed:
+            return f"The bar cannot be judged: {row.name} failed ({row.failed})."
+    bits = f"{ours.summary['bits_per_weight']['all']:.2f} against {bar.summary['bits_per_weight']['all']:.2f} bits"
+    text = f"Bar: `{bar.name}` with mean KL {bar.kl:.4f}; `{ours.name}` has {ours.kl:.4f} ({bits} per weight): "
+    if bar is ours or ours.kl <= bar.kl:
+        return text + "the bar is met."
+    low, high = bar.difference["interval"] or (None, None)
+    within = low is not None and low <= 0 <= high
+    return text + (
+        "the bar is not met, though within noise."
+        if within
+        else f"the bar is not met ({ours.kl / bar.kl:.1f} times its KL)."
+    )

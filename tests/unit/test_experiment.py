@@ -1,0 +1,101 @@
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from yardstick.cli.targets import check_targets
+from yardstick.errors import YardstickError
+from yardstick.experiment import load_experiment
+from yardstick.provenance import code_digest, stage_files
+
+CONFIG = yaml.safe_load(Path("config/config.yaml").read_text())
+
+
+def changed(path, value):
+    config = copy.deepcopy(CONFIG)
+    *parents, last = path.split("/")
+    item = config
+    for key in parents:
+        item = item[key]
+    if value is None:
+        del item[last]
+    else:
+        item[last] = value
+    return config
+
+
+def test_default_config_is_whole():
+    experiment = load_experiment(CONFIG)
+    assert {"rtn-g32", "rtn-g64", "rtn-g128", "gptq-g128", "gptq-g128-actorder", "gptq-g128-mse", "gptq-g64"} <= set(
+        experiment.variants
+    )
+    assert {"gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m", "gguf-iq4_xs"} <= set(experiment.rivals)
+    assert experiment.variants["gptq-g128"]["damping"] == 0.01
+    assert experiment.evaluation_recipe("noise-arithmetic")["dtype"] == "bfloat16"
+    assert experiment.evaluation_recipe("noise-hf")["forward"] == "transformers"
+    assert experiment.evaluation_recipe("gguf-q4_0")["source"] == "gguf"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("colour", "red", "config: unknown key 'colour'"),
+        ("variants/rtn-g32/group", 32, "config.variants.rtn-g32: unknown key 'group'"),
+        ("variants/rtn-g32/act_order", True, "config.variants.rtn-g32: unknown key 'act_order'"),
+        ("variants/rtn-g32/method", "magic", r"config.variants.rtn-g32.method: must be one of rtn, gptq \(got 'magic'\)"),
+        ("variants/rtn-g32/group_size", 1, "config.variants.rtn-g32.group_size: 1 is less than the minimum of 2"),
+        ("variants/rtn-g32/group_size", "32", "config.variants.rtn-g32.group_size: '32' is not of type 'integer'"),
+        ("variants/rtn-g32", 7, "config.variants.rtn-g32.method: must be one of"),
+        ("variants/rtn-g32/keep_bf16", "(", "variants.rtn-g32.keep_bf16: not a regular expression"),
+        ("variants/a b", {"method": "rtn"}, "name 'a b'"),
+        ("variants/noise-hf", {"method": "rtn"}, "candidate name noise-hf is reserved"),
+        ("variants/reference", {"method": "rtn"}, "candidate name reference is reserved"),
+        ("variants/gguf-q4_0", {"method": "rtn"}, "gguf-q4_0 is both in variants and in rivals"),
+        ("rivals/gguf-q4_0/mix", "Q1_0", "config.rivals.gguf-q4_0.mix: 'Q1_0' is not one of"),
+        ("models/smollm2-135m/kind", "ftp", "config.models.smollm2-135m.kind: must be one of pypi_gguf, local, hub"),
+        ("models/smollm2-135m/sha256", "beef", "config.models.smollm2-135m.sha256: 'beef' does not match"),
+        ("models/smollm2-135m/member", None, "config.models.smollm2-135m: key 'member' is missing"),
+        ("models", {}, "config.models: must not be empty"),
+        ("corpora/evaluation/texts/prose/source/kind", "web", "config.corpora.evaluation.texts.prose.source.kind: must be"),
+        ("corpora/evaluation/texts/prose/chunks", 0, "config.corpora.evaluation.texts.prose.chunks: 0 is less than"),
+        ("evaluation/dtype", "float8", "config.evaluation.dtype: 'float8' is not one of"),
+        ("baseline", "gptq-g96", "config: baseline: 'gptq-g96' is not a variant or rival"),
+        ("bar", None, "config: key 'bar' is missing"),
+    ],
+)
+def test_a_wrong_config_gives_one_line_that_names_the_key(path, value, message):
+    with pytest.raises(YardstickError, match=message) as error:
+        load_experiment(changed(path, value))
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_targets_are_named():
+    experiment = load_experiment(CONFIG)
+    check_targets(["-j1", "results/quality/smollm2-135m/gptq-g128/summary.json", "results/quality/table.md"], experiment)
+    check_targets(["results/quality/plots/smollm2-135m/kl-bits.png"], experiment)
+    with pytest.raises(YardstickError, match="the config has no candidate gptq-g96"):
+        check_targets(["results/quality/smollm2-135m/gptq-g96/summary.json"], experiment)
+    with pytest.raises(YardstickError, match="the config has no model llama-9b"):
+        check_targets(["results/quality/llama-9b/gptq-g128/summary.json"], experiment)
+
+
+def names(*modules):
+    return {Path(path).name for path in stage_files(*modules)}
+
+
+def test_a_stage_is_made_of_its_own_modules():
+    rtn = names("yardstick.cli.quantize", "yardstick.quantize.run_rtn")
+    gptq = names("yardstick.cli.quantize", "yardstick.quantize.run_gptq")
+    assert {"grid.py", "pack.py", "checkpoint.py"} <= rtn & gptq
+    assert "gptq.py" in gptq and "hessian.py" in gptq
+    assert not {"gptq.py", "hessian.py", "run_gptq.py", "divergence.py"} & rtn
+    evaluation = names("yardstick.cli.evaluate", "yardstick.sources.packed")
+    assert {"divergence.py", "layers.py", "prefill.py", "packed.py"} <= evaluation
+    assert not {"gguf.py", "gptq.py", "statistics.py"} & evaluation
+    assert "divergence.py" not in names("yardstick.cli.summarize")
+
+
+def test_code_digest_depends_on_the_modules():
+    assert code_digest("yardstick.cli.summarize") == code_digest("yardstick.cli.summarize")
+    assert code_digest("yardstick.cli.summarize") != code_digest("yardstick.cli.evaluate")

@@ -1,0 +1,93 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from yardstick.errors import YardstickError
+from yardstick.evaluate.positions import COLUMNS, write_positions
+from yardstick.evaluate.statistics import summarize
+from yardstick.files import write_json
+from yardstick.report.document import write_record
+from yardstick.report.markdown import fidelity_table, figure
+from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
+from yardstick.report.results import load_results, verdict
+
+RECIPE = {"candidates": ["good", "bad", "rival", "noise-hf"], "baseline": "good", "bar": "rival", "seed": 0}
+
+
+def write_candidate(folder, name, kl, failed=None, chunks=4):
+    count = 400
+    chunk = np.repeat(np.arange(chunks), count // chunks)
+    rows = {name: np.ones(count) for name in COLUMNS} | {"chunk": chunk, "position": np.arange(count)}
+    rows |= {"corpus": np.where(chunk < 2, "prose", "code"), "kl": kl * (1 + chunk / 10)}
+    frame = pd.DataFrame(rows).astype(COLUMNS)
+    write_positions(folder / "m" / name / "positions.parquet", frame)
+    proof = {
+        "recipe_sha256": "a" * 64,
+        "code_sha256": "b" * 64,
+        "inputs": {"model": "c" * 64, "chunks": "d" * 64, "reference": "e" * 64},
+        "metric_version": 1,
+        "versions": {"torch": "x"},
+        "machine": {"cpu": "c", "system": "s"},
+        "device": "cpu",
+    }
+    summary = {
+        "candidate": name,
+        "failed": failed,
+        "bits_per_weight": {"body": 4.25, "head": 4.25, "all": 4.25, "file_bytes": 1000},
+        "schemes": {"int4-g128": 7},
+        "recipe": {"candidate": {"method": "rtn"}, "evaluate": {"forward": "yardstick", "dtype": "float32"}},
+        "provenance": proof,
+    }
+    write_json(folder / "m" / name / "summary.json", summary if failed else summary | summarize(frame))
+
+
+@pytest.fixture
+def results(tmp_path):
+    write_candidate(tmp_path, "good", 0.02)
+    write_candidate(tmp_path, "bad", 0.3, failed="KL is NaN, first at corpus code chunk 2 position 7")
+    write_candidate(tmp_path, "rival", 0.05)
+    write_candidate(tmp_path, "noise-hf", 1e-9)
+    return tmp_path
+
+
+def test_rows_are_sorted_by_kl_and_failed_ones_come_last_without_figures(results):
+    loaded = load_results(results, "m", RECIPE)
+    assert [row.name for row in loaded.rows] == ["noise-hf", "good", "rival", "bad"]
+    lines = fidelity_table(loaded).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert "**failed** | KL is NaN, first at corpus code chunk 2 position 7" in lines[-1]
+    assert "0.3" not in lines[-1]
+    assert "`rival` (bar)" in lines[4] and "+0.0345" in lines[4]
+
+
+def test_verdict_follows_the_numbers(results):
+    loaded = load_results(results, "m", RECIPE)
+    assert verdict(loaded).endswith("the bar is met.")
+    turned = load_results(results, "m", RECIPE | {"baseline": "rival", "bar": "good"})
+    assert "the bar is not met (2.5 times its KL)" in verdict(turned)
+    broken = load_results(results, "m", RECIPE | {"bar": "bad"})
+    assert "cannot be judged: bad failed" in verdict(broken)
+
+
+def test_candidates_measured_on_other_positions_are_refused(results):
+    write_candidate(results, "rival", 0.05, chunks=2)
+    with pytest.raises(YardstickError, match="rival and good: the two candidates were measured on different positions"):
+        load_results(results, "m", RECIPE)
+
+
+def test_record_and_plots_hold_every_candidate(results):
+    loaded = load_results(results, "m", RECIPE)
+    entry = {"origin": "o", "licence": "l", "windows": [1, 2], "text_sha256": "f" * 64, "ids_sha256": "9" * 64}
+    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results)])
+    for name in RECIPE["candidates"]:
+        assert text.count(name) >= 2
+    plot_kl_against_bits(loaded, results / "a.png")
+    plot_kl_tail(loaded, results / "b.png")
+    for name in ("a.png", "b.png"):
+        assert (results / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_do_not_round_a_floor_to_zero():
+    assert figure(0.0232) == "0.0232"
+    assert figure(6e-11) == "6.0e-11"
+    assert figure(0.0) == "0.0000"

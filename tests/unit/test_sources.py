@@ -1,0 +1,150 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from yardstick.errors import YardstickError
+from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.grid import Grid, round_to_nearest
+from yardstick.quantize.pack import dequantize
+from yardstick.sources import audit_source, open_source
+from yardstick.sources.gguf import gguf_name, hf_name, permute_rotary, unpermute_rotary
+from yardstick.sources.hf import HuggingFaceSource
+
+
+def folder_with(tmp_path, tensors):
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_rotary_permutation_of_one_head_of_eight():
+    rows = torch.arange(8.0)[:, None]
+    assert permute_rotary(rows, 1).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert unpermute_rotary(rows, 1).flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_rotary_permutation_stays_inside_heads_and_works_on_biases():
+    rows = torch.arange(24.0)
+    assert permute_rotary(rows, 3)[8:16].tolist() == [8, 12, 9, 13, 10, 14, 11, 15]
+    assert torch.equal(unpermute_rotary(permute_rotary(rows, 3), 3), rows)
+
+
+def test_names_go_both_ways():
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.11.self_attn.k_proj.bias",
+        "model.layers.0.post_attention_layernorm.weight",
+        "lm_head.weight",
+    ):
+        assert hf_name(gguf_name(name)) == name
+    assert hf_name("blk.3.ssm_a") is None
+    with pytest.raises(YardstickError, match="model.visual.patch.weight has no known GGUF name"):
+        gguf_name("model.visual.patch.weight")
+
+
+def test_missing_misshapen_and_left_over_tensors_are_named(tmp_path):
+    source = HuggingFaceSource(folder_with(tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(4)}))
+    audit_source(source, {"a": (2, 3), "b": (4,)})
+    with pytest.raises(YardstickError, match="tensor c is missing"):
+        audit_source(source, {"a": (2, 3), "b": (4,), "c": (1,)})
+    with pytest.raises(YardstickError, match=r"tensor a has shape \[2, 3\], the model's config asks for \[3, 2\]"):
+        audit_source(source, {"a": (3, 2), "b": (4,)})
+    with pytest.raises(YardstickError, match="tensor b is left over"):
+        audit_source(source, {"a": (2, 3)})
+    with pytest.raises(YardstickError, match="tensor zz is missing"):
+        source.get("zz")
+
+
+def test_nan_is_named_with_its_position(tmp_path):
+    bad = torch.ones(3, 4)
+    bad[2, 1] = float("nan")
+    source = HuggingFaceSource(folder_with(tmp_path, {"a": bad}))
+    with pytest.raises(YardstickError, match=r"tensor a is not finite at \[2, 1\] \(nan\)"):
+        source.get("a")
+
+
+def test_truncated_safetensors_are_refused(tmp_path):
+    path = folder_with(tmp_path, {"a": torch.randn(64, 64)}) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(YardstickError, match="model.safetensors: truncated or not a safetensors file"):
+        HuggingFaceSource(tmp_path)
+    path.write_bytes(b"abc")
+    with pytest.raises(YardstickError, match="truncated or not a safetensors file"):
+        HuggingFaceSource(tmp_path)
+
+
+def test_folder_without_weights_and_unknown_kinds(tmp_path):
+    with pytest.raises(YardstickError, match="holds no model.safetensors and no"):
+        open_source(f"hf:{tmp_path}")
+    with pytest.raises(YardstickError, match="source exl9:x: must be one of gguf:PATH, hf:PATH, packed:PATH"):
+        open_source("exl9:x")
+    with pytest.raises(YardstickError, match="model.safetensors.index.json: no such file"):
+        open_source(f"packed:{tmp_path}")
+
+
+def packed_checkpoint(folder, weights, group_size):
+    (folder / "model").mkdir()
+    writer = PackedWriter(folder / "packed", "d")
+    codes, scales, minima = round_to_nearest(weights, Grid(group_size))
+    writer.add_quantized("x.weight", codes, scales, minima, group_size)
+    writer.add_plain("n.weight", torch.ones(5, dtype=torch.bfloat16))
+    writer.finish_shard("only")
+    writer.finish(["only"], {"method": "rtn"}, folder / "model")
+    return dequantize(codes, scales, minima, group_size)
+
+
+def test_packed_source_gives_the_contract_and_its_bits(tmp_path):
+    expected = packed_checkpoint(tmp_path, torch.randn(6, 70), 32)
+    source = open_source(f"packed:{tmp_path / 'packed'}")
+    assert torch.equal(source.get("x.weight"), expected)
+    info = source.infos()["x.weight"]
+    assert info.scheme == "int4-g32" and info.shape == (6, 70)
+    assert info.bits == 6 * (70 * 4 + 3 * 32)
+    assert source.infos()["n.weight"].bits == 80
+
+
+def test_packed_source_decodes_a_file_written_by_hand(tmp_path):
+    """Not by our writer: bytes, scales and minima worked out on paper."""
+    tensors = {
+        "x.weight_codes": torch.tensor([[0x21, 0xF3]], dtype=torch.uint8),
+        "x.weight_scales": torch.tensor([[0.5, 2.0]], dtype=torch.bfloat16),
+        "x.weight_minima": torch.tensor([[-1.0, 3.0]], dtype=torch.bfloat16),
+    }
+    save_file(tensors, tmp_path / "s.safetensors")
+    packing = {"tensors": {"x.weight": {"group_size": 2, "shape": [1, 4]}}}
+    index = {"metadata": {"yardstick": packing}, "weight_map": dict.fromkeys(tensors, "s.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_source(f"packed:{tmp_path}").get("x.weight").tolist() == [[-0.5, 0.0, 9.0, 33.0]]
+
+
+def test_packed_checkpoint_that_lost_a_part_is_refused(tmp_path):
+    packed_checkpoint(tmp_path, torch.randn(6, 70), 32)
+    path = tmp_path / "packed" / "only.safetensors"
+    tensors = load_file(path)
+    del tensors["x.weight_minima"]
+    save_file(tensors, path)
+    with pytest.raises(YardstickError, match="tensor x.weight_minima is missing"):
+        open_source(f"packed:{tmp_path / 'packed'}")
+
+
+def test_a_shard_of_another_recipe_is_not_resumed_from(tmp_path):
+    writer = PackedWriter(tmp_path, "one")
+    writer.add_plain("n.weight", torch.ones(5))
+    writer.finish_shard("layer-00000")
+    assert writer.has_shard("layer-00000")
+    assert not PackedWriter(tmp_path, "two").has_shard("layer-00000")
+    path = tmp_path / "layer-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    assert not writer.has_shard("layer-00000")
+
+
+def test_dither_stays_inside_the_rounding_cell_and_depends_on_the_name():
+    from yardstick.retrieve.dither import uniform_cell_offsets
+
+    offsets = uniform_cell_offsets(100_000, 0, "blk.0.attn_q.weight")
+    assert offsets.min() >= -0.5 and offsets.max() < 0.5
+    assert abs(offsets.mean()) < 0.005 and abs(offsets.std() - np.sqrt(1 / 12)) < 0.002
+    assert not np.array_equal(offsets[:9], uniform_cell_offsets(9, 0, "blk.1.attn_q.weight"))
+    assert np.array_equal(offsets[:9], uniform_cell_offsets(9, 0, "blk.0.attn_q.weight"))

@@ -1,0 +1,120 @@
+# The checked experiment, and what all rules look up in it.
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from yardstick.cli.targets import check_targets, release_stale_lock
+from yardstick.errors import YardstickError
+from yardstick.experiment import load_experiment, method_module
+from yardstick.provenance import stage_files
+from yardstick.sources import KINDS
+
+try:
+    EXPERIMENT = load_experiment(config)
+    check_targets(sys.argv[1:], EXPERIMENT)
+except YardstickError as error:
+    sys.exit(f"yardstick: {error}")
+LOCK = release_stale_lock(sys.argv[1:])  # held until this process ends
+
+# steps run in the environment of this Snakemake, whether or not it is activated
+shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+
+
+def closed_list(names):
+    """Regular expression for exactly these names; matches nothing where there are none."""
+    return "|".join(re.escape(name) for name in sorted(names)) or "(?!)"
+
+
+wildcard_constraints:
+    model=closed_list(EXPERIMENT.models),
+    candidate=closed_list(EXPERIMENT.candidates),
+    variant=closed_list(EXPERIMENT.variants),
+    rival=closed_list(EXPERIMENT.rivals),
+
+
+def as_json(recipe):
+    """A recipe as the one parameter of a rule: text with sorted keys, so any change of it is seen."""
+    return json.dumps(recipe, sort_keys=True)
+
+
+def code(*modules):
+    """Source files that a step's result depends on."""
+    return list(stage_files("yardstick.cli.common", *modules))
+
+
+# Input functions only look up what the config says.
+
+CHECKPOINT_FILES = {"packed": "model.safetensors.index.json", "gguf": "model.gguf"}
+
+
+def local_files(wildcards):
+    """Files of a model that lies on this machine: an edit of them reruns everything that follows."""
+    recipe = EXPERIMENT.models[wildcards.model]
+    return sorted(map(str, Path(recipe["path"]).glob("*.[sj]*"))) if recipe["kind"] == "local" else []
+
+
+def pinned_manifest(wildcards):
+    pin = EXPERIMENT.models[wildcards.model]["corpora_pin"]
+    return [pin] if pin else []
+
+
+def method_code(wildcards):
+    return code("yardstick.cli.quantize", method_module(EXPERIMENT.variants[wildcards.variant]["method"]))
+
+
+def calibration_sequences(wildcards):
+    """RTN looks at no text."""
+    needed = EXPERIMENT.variants[wildcards.variant]["method"] != "rtn"
+    return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
+
+
+def importance_matrix(wildcards):
+    needed = EXPERIMENT.rivals[wildcards.rival]["imatrix"]
+    return [f"results/quality/{wildcards.model}/reference/imatrix.gguf"] if needed else []
+
+
+def checkpoint(wildcards):
+    """The candidate's checkpoint; a noise floor has none, it runs the original weights."""
+    kind = EXPERIMENT.evaluation_recipe(wildcards.candidate)["source"]
+    if kind == "hf":
+        return []
+    folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
+    return [f"{folder}/{CHECKPOINT_FILES[kind]}"]
+
+
+def evaluation_code(wildcards):
+    recipe = EXPERIMENT.evaluation_recipe(wildcards.candidate)
+    extra = ["yardstick.evaluate.hugging_face"] if recipe["forward"] == "transformers" else []
+    return code("yardstick.cli.evaluate", KINDS[recipe["source"]][0], *extra)
+
+
+def evaluation_params(wildcards):
+    return {
+        "model": wildcards.model,
+        "candidate": EXPERIMENT.recipe(wildcards.candidate),
+        "evaluate": EXPERIMENT.evaluation_recipe(wildcards.candidate),
+    }
+
+
+def of_all(file):
+    """That file of every candidate of every model."""
+    return expand(
+        "results/quality/{model}/{candidate}/{file}",
+        model=EXPERIMENT.models,
+        candidate=EXPERIMENT.candidates,
+        file=file,
+    )
+
+
+TABLE_RECIPE = as_json(
+    {
+        "models": list(EXPERIMENT.models),
+        "candidates": EXPERIMENT.candidates,
+        "baseline": EXPERIMENT.config["baseline"],
+        "bar": EXPERIMENT.config["bar"],
+        "seed": EXPERIMENT.config["evaluation"]["seed"],
+    }
+)

@@ -1,0 +1,78 @@
+# What people read: the table, the plots and the whole record.
+
+
+rule tabulate:
+    input:
+        code=code("yardstick.cli.tabulate"),
+        summaries=of_all("summary.json"),
+        positions=of_all("positions.parquet"),
+    output:
+        report("results/quality/table.md", caption="../report/table.rst", category="Fidelity"),
+    log:
+        "logs/tabulate.log",
+    benchmark:
+        "benchmarks/tabulate.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        recipe=TABLE_RECIPE,
+    message:
+        "Writing {output}"
+    shell:
+        "python -m yardstick.cli.tabulate --recipe {params.recipe:q} --results results/quality --output {output}"
+        " --log {log}"
+
+
+rule plot:
+    input:
+        code=code("yardstick.cli.plot"),
+        summaries=of_all("summary.json"),
+        positions=of_all("positions.parquet"),
+    output:
+        bits=report("results/quality/plots/{model}/kl-bits.png", caption="../report/kl_bits.rst", category="Fidelity"),
+        tail=report("results/quality/plots/{model}/kl-tail.png", caption="../report/kl_tail.rst", category="Fidelity"),
+    log:
+        "logs/{model}/plot.log",
+    benchmark:
+        "benchmarks/{model}/plot.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        recipe=TABLE_RECIPE,
+    message:
+        "Plotting {wildcards.model}"
+    shell:
+        "python -m yardstick.cli.plot --recipe {params.recipe:q} --results results/quality"
+        " --model {wildcards.model} --bits {output.bits} --tail {output.tail} --log {log}"
+
+
+rule write_record:
+    input:
+        code=code("yardstick.cli.document"),
+        summaries=of_all("summary.json"),
+        positions=of_all("positions.parquet"),
+        quantized=expand(
+            "results/quality/{model}/{candidate}/quantize.json",
+            model=EXPERIMENT.models,
+            candidate=[*EXPERIMENT.variants, *EXPERIMENT.rivals],
+        ),
+        corpora=expand("data/quality/{model}/manifest.json", model=EXPERIMENT.models),
+        plots=expand("results/quality/plots/{model}/{plot}.png", model=EXPERIMENT.models, plot=["kl-bits", "kl-tail"]),
+    output:
+        report("results/quality/quantization.md", caption="../report/quantization.rst", category="Fidelity"),
+    log:
+        "logs/write_record.log",
+    benchmark:
+        "benchmarks/write_record.tsv"
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        recipe=TABLE_RECIPE,
+    message:
+        "Writing {output}"
+    shell:
+        "python -m yardstick.cli.document --recipe {params.recipe:q} --results results/quality"
+        " --corpora data/quality --output {output} --log {log}"
