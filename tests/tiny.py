@@ -30,7 +30,7 @@ def write_tiny_model(folder: Path, family: str, tied: bool, seed: int = 0, layer
         "initializer_range": 0.12,
     } | changes
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings))
-    for name, parameter in model.named_parameters():
+    for _, parameter in model.named_parameters():
         if parameter.ndim == 1:  # gains of exactly 1 and biases of 0 would hide a norm or bias that is left out
             parameter.data = (parameter.data + 0.2 * torch.randn_like(parameter)).contiguous()
     model = model.to(torch.bfloat16)

@@ -80,7 +80,9 @@ def logits_of(path: Path, input_ids: np.ndarray) -> np.ndarray:
         batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, 1
         batch.seq_id[i][0] = 0
     assert library.llama_decode(context, batch) == 0
-    rows = [np.ctypeslib.as_array(library.llama_get_logits_ith(context, i), (vocabulary,)) for i in range(len(input_ids))]
+    rows = [
+        np.ctypeslib.as_array(library.llama_get_logits_ith(context, i), (vocabulary,)) for i in range(len(input_ids))
+    ]
     logits = np.stack(rows).copy()
     library.llama_batch_free(batch)
     library.llama_free(context)

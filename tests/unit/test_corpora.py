@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, processors
 
+from tests.tiny import tiny_tokenizer
 from yardstick.corpora.arithmetic import word_problems
 from yardstick.corpora.manifest import build_windows, ids_sha256, require_same
 from yardstick.corpora.texts import decode, keep_between, load_text
 from yardstick.corpora.windows import bos_id, cut_sequences, cut_windows, find_shared_window
 from yardstick.errors import YardstickError
 from yardstick.files import write_json
-from tests.tiny import tiny_tokenizer
 
 
 def test_every_token_of_contiguous_windows_is_predicted_once():

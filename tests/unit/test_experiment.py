@@ -43,7 +43,11 @@ def test_default_config_is_whole():
         ("colour", "red", "config: unknown key 'colour'"),
         ("variants/rtn-g32/group", 32, "config.variants.rtn-g32: unknown key 'group'"),
         ("variants/rtn-g32/act_order", True, "config.variants.rtn-g32: unknown key 'act_order'"),
-        ("variants/rtn-g32/method", "magic", r"config.variants.rtn-g32.method: must be one of rtn, gptq \(got 'magic'\)"),
+        (
+            "variants/rtn-g32/method",
+            "magic",
+            r"config.variants.rtn-g32.method: must be one of rtn, gptq \(got 'magic'\)",
+        ),
         ("variants/rtn-g32/group_size", 1, "config.variants.rtn-g32.group_size: 1 is less than the minimum of 2"),
         ("variants/rtn-g32/group_size", "32", "config.variants.rtn-g32.group_size: '32' is not of type 'integer'"),
         ("variants/rtn-g32", 7, "config.variants.rtn-g32.method: must be one of"),
@@ -57,7 +61,11 @@ def test_default_config_is_whole():
         ("models/smollm2-135m/sha256", "beef", "config.models.smollm2-135m.sha256: 'beef' does not match"),
         ("models/smollm2-135m/member", None, "config.models.smollm2-135m: key 'member' is missing"),
         ("models", {}, "config.models: must not be empty"),
-        ("corpora/evaluation/texts/prose/source/kind", "web", "config.corpora.evaluation.texts.prose.source.kind: must be"),
+        (
+            "corpora/evaluation/texts/prose/source/kind",
+            "web",
+            "config.corpora.evaluation.texts.prose.source.kind: must be",
+        ),
         ("corpora/evaluation/texts/prose/chunks", 0, "config.corpora.evaluation.texts.prose.chunks: 0 is less than"),
         ("evaluation/dtype", "float8", "config.evaluation.dtype: 'float8' is not one of"),
         ("baseline", "gptq-g96", "config: baseline: 'gptq-g96' is not a variant or rival"),
@@ -72,7 +80,9 @@ def test_a_wrong_config_gives_one_line_that_names_the_key(path, value, message):
 
 def test_unknown_targets_are_named():
     experiment = load_experiment(CONFIG)
-    check_targets(["-j1", "results/quality/smollm2-135m/gptq-g128/summary.json", "results/quality/table.md"], experiment)
+    check_targets(
+        ["-j1", "results/quality/smollm2-135m/gptq-g128/summary.json", "results/quality/table.md"], experiment
+    )
     check_targets(["results/quality/plots/smollm2-135m/kl-bits.png"], experiment)
     with pytest.raises(YardstickError, match="the config has no candidate gptq-g96"):
         check_targets(["results/quality/smollm2-135m/gptq-g96/summary.json"], experiment)

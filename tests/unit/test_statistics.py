@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from yardstick.errors import YardstickError
 from yardstick.evaluate.positions import COLUMNS, read_positions, write_positions
 from yardstick.evaluate.statistics import (
     cluster_interval,
@@ -12,7 +13,6 @@ from yardstick.evaluate.statistics import (
     perplexity,
     summarize,
 )
-from yardstick.errors import YardstickError
 
 
 def frame(**columns) -> pd.DataFrame:

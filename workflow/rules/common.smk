@@ -1,6 +1,7 @@
 # The checked experiment, and what all rules look up in it.
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -41,8 +42,8 @@ def as_json(recipe):
 
 
 def code(*modules):
-    """Source files that a step's result depends on."""
-    return list(stage_files("yardstick.cli.common", *modules))
+    """Source files that a step's result depends on, by paths that stay the same when the repository is moved."""
+    return [os.path.relpath(path) for path in stage_files("yardstick.cli.common", *modules)]
 
 
 # Input functions only look up what the config says.

@@ -1,0 +1,135 @@
+"""The mini experiment end to end: what comes out, what reruns, what a killed run leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pandas as pd
+import pytest
+
+from tests.workflow.conftest import make_tree
+
+ALL = {"rtn-g32", "gptq-g32", "gguf-q8_0", "gguf-iq4_xs", "noise-hf", "noise-arithmetic"}
+TABLES = {("tabulate", ""), ("plot", ""), ("write_record", "")}
+
+
+def summary(tree, candidate):
+    return json.loads((tree.folder / f"results/quality/tiny/{candidate}/summary.json").read_text())
+
+
+def test_every_row_is_there_with_its_proof(finished_tree):
+    table = (finished_tree.folder / "results/quality/table.md").read_text()
+    record = (finished_tree.folder / "results/quality/quantization.md").read_text()
+    for candidate in ALL:
+        assert candidate in table and candidate in record
+        found = summary(finished_tree, candidate)
+        assert found["model"] == "tiny" and found["candidate"] == candidate and found["failed"] is None
+        assert set(found["bits_per_weight"]) >= {"body", "head", "all"}
+        assert set(found["kl"]) >= {"mean", "median", "p90", "p95", "p99", "p999", "max"}
+        assert set(found["ppl"]) >= {"reference", "candidate"}
+        assert set(found["corpora"]) == {"math", "more"}
+        assert found["positions"] == 5 * 64
+        proof = found["provenance"]
+        assert len(proof["recipe_sha256"]) == len(proof["code_sha256"]) == 64
+        assert set(proof["inputs"]) >= {"model", "chunks", "reference"}
+        positions = pd.read_parquet(finished_tree.folder / f"results/quality/tiny/{candidate}/positions.parquet")
+        assert len(positions) == 320 and positions["kl"].mean() == pytest.approx(found["kl"]["mean"])
+
+
+def test_the_numbers_are_in_the_order_that_they_must_be(finished_tree):
+    kl = {candidate: summary(finished_tree, candidate)["kl"]["mean"] for candidate in ALL}
+    assert abs(kl["noise-hf"]) < 1e-8
+    assert kl["noise-hf"] < kl["noise-arithmetic"] < kl["gguf-q8_0"] < kl["gptq-g32"] < kl["rtn-g32"]
+    # 96 columns are three whole groups of 32, 160 are five: 4 + 32 / 32 bits
+    assert summary(finished_tree, "rtn-g32")["bits_per_weight"]["all"] == 5.0
+    record = json.loads((finished_tree.folder / "results/quality/tiny/gptq-g32/quantize.json").read_text())
+    assert len(record["matrices"]) == 2 * 7 + 1
+    assert record["not_below_rtn"] == [
+        m["name"] for m in record["matrices"] if m["output_error"] >= m["output_error_rtn"]
+    ]
+
+
+def test_a_finished_tree_has_nothing_to_do(finished_tree):
+    assert "Nothing to be done" in finished_tree.must_run("-n").stdout
+
+
+def test_the_report_is_made(tree):
+    tree.must_run("--report", "report.zip")
+    assert (tree.folder / "report.zip").stat().st_size > 10_000
+
+
+def test_a_changed_setting_reruns_its_variant_and_the_tables(tree):
+    tree.config["variants"]["rtn-g32"]["mse"] = True
+    tree.write_config()
+    steps = {(step, "rtn-g32") for step in ("quantize_variant", "evaluate_candidate", "summarize_candidate")}
+    assert tree.planned() == steps | TABLES
+
+
+def test_edited_gptq_reruns_gptq_and_not_rtn(tree):
+    path = tree.folder / "src/yardstick/quantize/gptq.py"
+    path.write_text(path.read_text() + "\n# an edit\n")
+    assert {candidate for _, candidate in tree.planned()} - {""} == {"gptq-g32"}
+
+
+def test_a_new_variant_is_four_lines_of_config_and_one_target(tree):
+    tree.config["variants"]["rtn-kept"] = {"method": "rtn", "group_size": 64, "keep_bf16": "down_proj|lm_head"}
+    tree.write_config()
+    tree.must_run("results/quality/tiny/rtn-kept/summary.json")
+    bits = summary(tree, "rtn-kept")["bits_per_weight"]
+    assert bits["head"] == 16.0 and 4.5 < bits["body"] < 16.0
+    assert summary(tree, "rtn-kept")["schemes"] == {"bf16": 3, "int4-g64": 12}
+
+
+def kill_group(tree, seconds):
+    """Start the whole run in a group of its own and kill all of it after some time; False if it had finished."""
+    process = subprocess.Popen(
+        tree.command(),
+        cwd=tree.folder,
+        env=tree.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        process.wait(seconds)
+        return False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+
+
+def test_killed_at_any_moment_it_ends_in_the_same_table(tmp_path, tiny_model, finished_tree):
+    tree = make_tree(tmp_path, tiny_model)
+    kills = sum(kill_group(tree, seconds) for seconds in (4.0, 7.5, 9.5, 12.0, 6.2, 14.1))
+    assert kills >= 4
+    tree.must_run()
+    assert tree.results() == finished_tree.results()
+    assert not list((tree.folder / "results").rglob(".tmp-*")) and not list((tree.folder / "data").rglob(".tmp-*"))
+
+
+def test_gptq_resumes_at_the_layer_where_it_was_killed(tree, finished_tree):
+    folder = tree.folder / "results/quality/tiny/gptq-g32/checkpoint"
+    for name in ("model.safetensors.index.json", "rest.safetensors", "layer-00001.safetensors"):
+        (folder / name).unlink()
+    first = (folder / "layer-00000.safetensors").stat().st_mtime_ns
+    tree.must_run()
+    assert (folder / "layer-00000.safetensors").stat().st_mtime_ns == first
+    assert tree.results() == finished_tree.results()
+
+
+def test_two_live_runs_exclude_each_other(tree):
+    (tree.folder / "results/quality/tiny/gptq-g32/checkpoint/model.safetensors.index.json").unlink()
+    process = subprocess.Popen(
+        tree.command(), cwd=tree.folder, env=tree.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not list((tree.folder / ".snakemake/locks").glob("*.lock")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        second = tree.run()
+        assert second.returncode == 1 and "lock" in second.stderr.lower()
+    finally:
+        assert process.wait(300) == 0
