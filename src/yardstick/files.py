@@ -49,6 +49,11 @@ def write_json(target: Path, value: Any) -> None:
     write_text(target, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def one_key_metadata(value: Any) -> dict[str, str]:
+    """Metadata of a safetensors file under one key: with several, their order, and so the file's digest, is random."""
+    return {"yardstick": canonical_json(value)}
+
+
 def read_json(path: Path) -> Any:
     """Read JSON.
 

@@ -12,7 +12,8 @@ import pytest
 from tests.workflow.conftest import make_tree
 
 ALL = {"rtn-g32", "gptq-g32", "gguf-q8_0", "gguf-iq4_xs", "noise-hf", "noise-arithmetic"}
-TABLES = {("tabulate", ""), ("plot", ""), ("write_record", "")}
+INDEX = "results/quality/tiny/gptq-g32/checkpoint/model.safetensors.index.json"
+TABLES = {"Writing results/quality/table.md", "Writing results/quality/quantization.md", "Plotting tiny"}
 
 
 def summary(tree, candidate):
@@ -63,14 +64,15 @@ def test_the_report_is_made(tree):
 def test_a_changed_setting_reruns_its_variant_and_the_tables(tree):
     tree.config["variants"]["rtn-g32"]["mse"] = True
     tree.write_config()
-    steps = {(step, "rtn-g32") for step in ("quantize_variant", "evaluate_candidate", "summarize_candidate")}
+    steps = {"Quantizing tiny as rtn-g32", "Measuring rtn-g32 of tiny", "Summarizing rtn-g32 of tiny"}
     assert tree.planned() == steps | TABLES
 
 
 def test_edited_gptq_reruns_gptq_and_not_rtn(tree):
     path = tree.folder / "src/yardstick/quantize/gptq.py"
     path.write_text(path.read_text() + "\n# an edit\n")
-    assert {candidate for _, candidate in tree.planned()} - {""} == {"gptq-g32"}
+    steps = {"Quantizing tiny as gptq-g32", "Measuring gptq-g32 of tiny", "Summarizing gptq-g32 of tiny"}
+    assert tree.planned() == steps | TABLES
 
 
 def test_a_new_variant_is_four_lines_of_config_and_one_target(tree):
@@ -115,21 +117,21 @@ def test_gptq_resumes_at_the_layer_where_it_was_killed(tree, finished_tree):
     for name in ("model.safetensors.index.json", "rest.safetensors", "layer-00001.safetensors"):
         (folder / name).unlink()
     first = (folder / "layer-00000.safetensors").stat().st_mtime_ns
-    tree.must_run()
+    tree.must_run(INDEX)
     assert (folder / "layer-00000.safetensors").stat().st_mtime_ns == first
     assert tree.results() == finished_tree.results()
 
 
 def test_two_live_runs_exclude_each_other(tree):
-    (tree.folder / "results/quality/tiny/gptq-g32/checkpoint/model.safetensors.index.json").unlink()
+    (tree.folder / INDEX).unlink()
     process = subprocess.Popen(
-        tree.command(), cwd=tree.folder, env=tree.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        tree.command(INDEX), cwd=tree.folder, env=tree.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         deadline = time.monotonic() + 30
         while not list((tree.folder / ".snakemake/locks").glob("*.lock")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        second = tree.run()
+        second = tree.run(INDEX)
         assert second.returncode == 1 and "lock" in second.stderr.lower()
     finally:
         assert process.wait(300) == 0

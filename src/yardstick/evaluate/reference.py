@@ -8,13 +8,13 @@ from safetensors.torch import save_file
 
 from yardstick.errors import YardstickError
 from yardstick.evaluate.divergence import compare
-from yardstick.files import atomic_path
+from yardstick.files import atomic_path, one_key_metadata
 
 
-def save_states(path: Path, states: torch.Tensor, metadata: dict[str, str]) -> None:
-    """Write hidden states [chunks, length, hidden] in their compute type."""
+def save_states(path: Path, states: torch.Tensor, record: dict[str, str]) -> None:
+    """Write hidden states [chunks, length, hidden] in their compute type, with a record of what made them."""
     with atomic_path(path) as temporary:
-        save_file({"hidden_states": states.cpu().contiguous()}, temporary, metadata=metadata)
+        save_file({"hidden_states": states.cpu().contiguous()}, temporary, metadata=one_key_metadata(record))
 
 
 def load_states(path: Path) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from yardstick.files import atomic_path, sha256_file, write_json
+from yardstick.files import atomic_path, one_key_metadata, sha256_file, write_json
 from yardstick.quantize.pack import pack_nibbles
 from yardstick.sources.packed import CODES, MINIMA, SCALES
 
@@ -47,21 +47,16 @@ class PackedWriter:
 
     def finish_shard(self, shard: str) -> None:
         """Write the shard and forget its tensors."""
-        metadata = {
-            "format": "pt",
-            "digest": self.digest,
-            "schemes": json.dumps(self._schemes),
-            "reports": json.dumps(self._reports),
-        }
+        record = {"digest": self.digest, "schemes": self._schemes, "reports": self._reports}
         with atomic_path(self._path(shard)) as temporary:
-            save_file(self._tensors, temporary, metadata=metadata)
+            save_file(self._tensors, temporary, metadata=one_key_metadata(record))
         self._tensors, self._schemes, self._reports = {}, {}, []
 
     def has_shard(self, shard: str) -> bool:
         """Whether a whole shard with our digest is there."""
         try:
             with safe_open(self._path(shard), framework="pt") as bundle:
-                return (bundle.metadata() or {}).get("digest") == self.digest
+                return _record(bundle).get("digest") == self.digest
         except (FileNotFoundError, SafetensorError):
             return False
 
@@ -69,7 +64,7 @@ class PackedWriter:
         """Stored tensors and packing schemes of a finished shard."""
         with safe_open(self._path(shard), framework="pt") as bundle:
             names = list(bundle.keys())
-            return {name: bundle.get_tensor(name) for name in names}, json.loads(bundle.metadata()["schemes"])
+            return {name: bundle.get_tensor(name) for name in names}, _record(bundle)["schemes"]
 
     def finish(self, shards: Iterable[str], recipe: dict, model_folder: Path) -> list[dict]:
         """Write config.json, tokenizer and the index; delete shards of earlier runs. Returns the reports."""
@@ -78,8 +73,9 @@ class PackedWriter:
             path = self._path(shard)
             with safe_open(path, framework="pt") as bundle:
                 weight_map.update(dict.fromkeys(bundle.keys(), path.name))
-                schemes.update(json.loads(bundle.metadata()["schemes"]))
-                reports.extend(json.loads(bundle.metadata()["reports"]))
+                record = _record(bundle)
+                schemes.update(record["schemes"])
+                reports.extend(record["reports"])
             digests[path.name] = sha256_file(path)
             total += path.stat().st_size
         for path in self.folder.glob("*.safetensors"):
@@ -97,3 +93,8 @@ class PackedWriter:
 
     def _path(self, shard: str) -> Path:
         return self.folder / f"{shard}.safetensors"
+
+
+def _record(bundle) -> dict:
+    """What a shard says of itself; empty for a file that is not ours."""
+    return json.loads((bundle.metadata() or {}).get("yardstick", "{}"))
