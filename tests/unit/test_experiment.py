@@ -102,7 +102,7 @@ def test_a_stage_is_made_of_its_own_modules():
     assert not {"gptq.py", "hessian.py", "run_gptq.py", "divergence.py"} & rtn
     evaluation = names("yardstick.cli.evaluate", "yardstick.sources.packed")
     assert {"divergence.py", "layers.py", "prefill.py", "packed.py"} <= evaluation
-    assert not {"gguf.py", "gptq.py", "statistics.py"} & evaluation
+    assert not {"gguf.py", "gptq.py", "statistics.py", "hugging_face.py"} & evaluation
     assert "divergence.py" not in names("yardstick.cli.summarize")
 
 

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.workflow.conftest import make_tree
@@ -182,18 +185,18 @@ def test_an_overflow_is_a_failed_row_not_an_average(tree):
     folder = tree.folder / "results/quality/tiny/rtn-g32/checkpoint"
     path = next(p for p in sorted(folder.glob("layer-00001*")))
     tensors = load_file(path)
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as bundle:
         metadata = bundle.metadata()
-    tensors["model.layers.1.mlp.down_proj.weight_scales"].fill_(1e38)
-    tensors["model.layers.1.mlp.down_proj.weight_minima"].fill_(-1e38)
+    tensors["model.layers.1.mlp.down_proj.weight_scales"].fill_(1e36)
+    tensors["model.layers.1.mlp.down_proj.weight_minima"].fill_(-1e36)
     save_file(tensors, path, metadata=metadata)
     index = folder / "model.safetensors.index.json"
     index.write_text(index.read_text() + "\n")
     tree.must_run()
     found = json.loads((tree.folder / "results/quality/tiny/rtn-g32/summary.json").read_text())
-    assert found["failed"].startswith("KL is NaN, first at corpus math chunk 0 position 0")
+    positions = pd.read_parquet(tree.folder / "results/quality/tiny/rtn-g32/positions.parquet")
+    first = positions[~np.isfinite(positions["kl"])].iloc[0]
+    where = f"first at corpus {first['corpus']} chunk {first['chunk']} position {first['position']}"
+    assert found["failed"] == f"KL is NaN, {where}"
     assert "kl" not in found
-    table = (tree.folder / "results/quality/table.md").read_text()
-    assert "**failed** | KL is NaN, first at corpus math chunk 0 position 0" in table
+    assert f"**failed** | KL is NaN, {where}" in (tree.folder / "results/quality/table.md").read_text()

@@ -3,7 +3,7 @@
 
 rule retrieve_model:
     input:
-        code=code("yardstick.cli.build_model", "yardstick.retrieve.release", "yardstick.retrieve.archive"),
+        code=code("yardstick.cli.build_model"),
         local=local_files,
     output:
         "data/models/{model}/manifest.json",

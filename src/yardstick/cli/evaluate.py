@@ -1,5 +1,6 @@
 """Run one candidate over the evaluation chunks and compare it with the reference, position by position."""
 
+import importlib
 from pathlib import Path
 
 import torch
@@ -26,6 +27,9 @@ from yardstick.progress import progress
 from yardstick.provenance import code_digest, machine, package_versions
 from yardstick.sources import KINDS, audit_source, open_source
 from yardstick.sources.hf import HuggingFaceSource
+
+# imported by name, so that an edit of it reruns that noise floor and nothing else
+HUGGING_FACE = "yardstick.evaluate.hugging_face"
 
 
 def main(arguments) -> None:
@@ -55,7 +59,9 @@ def main(arguments) -> None:
     length = windows.inputs.shape[1]
     fault = find_fault(divergence)
     write_positions(arguments.positions, positions_frame(divergence, windows.corpora, length))
-    kind_module = KINDS[recipe["source"]][0]
+    modules = ["yardstick.cli.evaluate", KINDS[recipe["source"]][0]]
+    if recipe["forward"] == "transformers":
+        modules.append(HUGGING_FACE)
     write_json(
         arguments.output,
         {
@@ -74,7 +80,7 @@ def main(arguments) -> None:
                     "reference": sha256_file(arguments.reference),
                     **({"checkpoint": sha256_file(arguments.checkpoint)} if arguments.checkpoint else {}),
                 },
-                "code_sha256": code_digest("yardstick.cli.evaluate", kind_module),
+                "code_sha256": code_digest(*modules),
                 "metric_version": METRIC_VERSION,
                 "versions": package_versions(),
                 "machine": machine(),
@@ -89,8 +95,7 @@ def run_forward(recipe: dict, source, config, windows: EvaluationWindows, folder
     """Final hidden states of the candidate, by our forward or by Hugging Face's."""
     dtype = DTYPES[recipe["dtype"]]
     if recipe["forward"] == "transformers":
-        from yardstick.evaluate import hugging_face
-
+        hugging_face = importlib.import_module(HUGGING_FACE)
         # counted once per layer, like ours, so that both bars have one unit
         return hugging_face.final_hidden_states(
             folder, windows.inputs, dtype, lambda tokens: on_tokens(tokens * config.num_layers)
