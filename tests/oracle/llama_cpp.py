@@ -6,6 +6,7 @@ defaults and reads no further than its own size. The layout of `llama_batch` is 
 
 import ctypes
 import os
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def _library() -> ctypes.CDLL:
             [pointer, ctypes.c_char_p, ctypes.c_int32, ctypes.POINTER(ctypes.c_int32), ctypes.c_int32]
             + [ctypes.c_bool, ctypes.c_bool],
         ),
+        "llama_synchronize": (None, [pointer]),
+        "llama_set_n_threads": (None, [pointer, ctypes.c_int32, ctypes.c_int32]),
         "llama_batch_free": (None, [_Batch]),
         "llama_free": (None, [pointer]),
         "llama_model_free": (None, [pointer]),
@@ -69,25 +72,41 @@ def _load(path: Path):
 
 
 def logits_of(path: Path, input_ids: np.ndarray) -> np.ndarray:
-    """Logits [tokens, vocabulary] of one sequence of at most 512 ids."""
+    """Logits [tokens, vocabulary] of one sequence of at most 1024 ids."""
+    return timed_logits(path, input_ids, first=0)[0]
+
+
+def timed_logits(path: Path, input_ids: np.ndarray, first: int) -> tuple[np.ndarray, float]:
+    """Logits from position `first` on, and the seconds that the forward took on all cores of this process."""
     library, model = _load(path)
-    context = library.llama_init_from_model(model, library.llama_context_default_params())
+    parameters = library.llama_context_default_params()
+    # n_ctx and n_batch are the first two fields in every version so far
+    sizes = ctypes.cast(ctypes.pointer(parameters), ctypes.POINTER(ctypes.c_uint32))
+    assert sizes[0] == 512 and sizes[1] == 2048, "llama_context_params has another layout"
+    sizes[0] = 1024
+    context = library.llama_init_from_model(model, parameters)
     assert context
+    threads = len(os.sched_getaffinity(0))
+    library.llama_set_n_threads(context, threads, threads)
     vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
     batch = library.llama_batch_init(len(input_ids), 0, 1)
     batch.n_tokens = len(input_ids)
     for i, token in enumerate(input_ids):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, 1
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, i >= first
         batch.seq_id[i][0] = 0
+    started = time.perf_counter()
     assert library.llama_decode(context, batch) == 0
+    library.llama_synchronize(context)
+    seconds = time.perf_counter() - started
     rows = [
-        np.ctypeslib.as_array(library.llama_get_logits_ith(context, i), (vocabulary,)) for i in range(len(input_ids))
+        np.ctypeslib.as_array(library.llama_get_logits_ith(context, i), (vocabulary,))
+        for i in range(first, len(input_ids))
     ]
     logits = np.stack(rows).copy()
     library.llama_batch_free(batch)
     library.llama_free(context)
     library.llama_model_free(model)
-    return logits
+    return logits, seconds
 
 
 def tokenize(path: Path, text: str) -> list[int]:

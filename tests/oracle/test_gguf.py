@@ -18,7 +18,8 @@ from yardstick.rivals.gguf_types import tensor_type
 from yardstick.rivals.gguf_write import write_gguf
 from yardstick.rivals.imatrix import column_square_sums, read_imatrix, write_imatrix
 from yardstick.sources import audit_source, open_source
-from yardstick.sources.gguf import dequantize_gguf, gguf_name, open_gguf
+from yardstick.sources.gguf import dequantize_gguf, gguf_name
+from yardstick.sources.gguf_file import GgufFile
 from yardstick.sources.hf import HuggingFaceSource
 
 DECODABLE = sorted(
@@ -52,10 +53,24 @@ def test_every_type_decodes_as_the_gguf_package_does(kind, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    tensor = open_gguf(path).tensors[0]
+    tensor = GgufFile(path).tensors["blk.0.ffn_up.weight"]
     expected = gguf.quants.dequantize(data, kind)
     assert np.abs(expected[:, 256:]).max() > 0
     np.testing.assert_allclose(dequantize_gguf(tensor), expected.reshape(3, 512), rtol=2e-6, atol=1e-7)
+
+
+def test_header_reads_as_the_gguf_package_reads_it(tiny_llama, tmp_path):
+    path = tmp_path / "m.gguf"
+    make(path, tiny_llama, "Q4_K_M")
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):  # the package's own names for the header
+            assert ours.value(key) == field.contents(), key
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert mine.shape == tuple(reversed(tensor.shape.tolist())) and mine.kind == tensor.tensor_type
+        assert mine.data.tobytes() == np.asarray(tensor.data).tobytes()
 
 
 def smollm2() -> ModelConfig:

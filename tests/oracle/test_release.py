@@ -87,9 +87,10 @@ def test_transformers_loads_our_folder_to_the_same_weights(dithered):
 
 def test_dither_moves_each_weight_by_at_most_half_a_step(release, dithered):
     from yardstick.retrieve.dither import block_steps
-    from yardstick.sources.gguf import open_gguf, unpermute_rotary
+    from yardstick.sources.gguf import unpermute_rotary
+    from yardstick.sources.gguf_file import GgufFile
 
-    tensors = {tensor.name: tensor for tensor in open_gguf(release).tensors}
+    tensors = GgufFile(release).tensors
     plain, drawn = open_source(f"gguf:{release}"), HuggingFaceSource(dithered)
     for name, gguf_name, heads in (
         ("model.layers.7.mlp.down_proj.weight", "blk.7.ffn_down.weight", None),

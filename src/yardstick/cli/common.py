@@ -51,7 +51,7 @@ def run_step(step: Callable[[argparse.Namespace], Any], arguments: argparse.Argu
     log = None
     if parsed.log:
         parsed.log.parent.mkdir(parents=True, exist_ok=True)
-        log = open(parsed.log, "w", encoding="utf-8")  # noqa: SIM115 (closed below, after the last message)
+        log = open(parsed.log, "w", encoding="utf-8")  # noqa: SIM115 (closed at the end of the step)
         sys.stderr = _Tee(sys.stderr, log)
     try:
         step(parsed)

@@ -45,10 +45,11 @@ class _Softmax:
 
     def enter(self, logits: torch.Tensor, labels: torch.Tensor, first: int) -> torch.Tensor:
         """Take in the maximum and the labels of a tile; returns the factor that old sums are rescaled by."""
-        tile_maximum, tile_argmax = logits.max(dim=1)
+        tile_maximum = logits.amax(dim=1)
         larger = tile_maximum > self.maximum
         new_maximum = torch.where(larger, tile_maximum, self.maximum)
-        self.argmax = torch.where(larger, tile_argmax + first, self.argmax)
+        moved = torch.nonzero(larger).squeeze(1)  # few rows after the first tiles, and argmax is slow
+        self.argmax[moved] = logits[moved].argmax(dim=1) + first
         rescale = torch.where(larger, (self.maximum.double() - new_maximum.double()).exp(), 1.0)
         self.maximum = new_maximum
         inside = torch.nonzero((labels >= first) & (labels < first + logits.shape[1])).squeeze(1)

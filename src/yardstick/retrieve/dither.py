@@ -12,6 +12,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.sources.gguf import dequantize_gguf
+from yardstick.sources.gguf_file import GgufTensor
 
 # type -> bytes of a 32-weight block; both begin with the fp16 step d
 STEP_FIRST_BLOCKS = {"Q4_1": 20, "Q8_0": 34}
@@ -28,27 +29,26 @@ def uniform_cell_offsets(count: int, seed: int, name: str) -> np.ndarray:
     return (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24) - np.float32(0.5)
 
 
-def block_steps(tensor) -> np.ndarray:
+def block_steps(tensor: GgufTensor) -> np.ndarray:
     """The step d of every weight of a GGUF tensor, fp32 [out, in].
 
     Raises:
         YardstickError: the type does not begin its blocks with a step.
     """
-    kind = tensor.tensor_type.name
+    kind = tensor.kind.name
     if kind not in STEP_FIRST_BLOCKS:
         raise YardstickError(
             f"dither: GGUF tensor {tensor.name} has type {kind}, only {', '.join(STEP_FIRST_BLOCKS)} can"
         )
-    blocks = np.ascontiguousarray(tensor.data).reshape(-1, STEP_FIRST_BLOCKS[kind])
+    blocks = tensor.data.reshape(-1, STEP_FIRST_BLOCKS[kind])
     steps = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    return np.repeat(steps, 32, axis=1).reshape(shape)
+    return np.repeat(steps, 32, axis=1).reshape(tensor.shape)
 
 
-def dither_tensor(tensor, seed: int | None) -> torch.Tensor:
+def dither_tensor(tensor: GgufTensor, seed: int | None) -> torch.Tensor:
     """bf16 values of a GGUF tensor in its own row order, dithered where it is quantized and `seed` is not None."""
     values = dequantize_gguf(tensor)
-    if seed is not None and tensor.tensor_type.name != "F32":
+    if seed is not None and tensor.kind.name != "F32":
         values = values + block_steps(tensor) * uniform_cell_offsets(values.size, seed, tensor.name).reshape(
             values.shape
         )

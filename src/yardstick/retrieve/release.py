@@ -13,23 +13,24 @@ from yardstick.errors import YardstickError
 from yardstick.files import write_json
 from yardstick.models.config import load_config
 from yardstick.retrieve.dither import dither_tensor
-from yardstick.sources.gguf import gguf_value, hf_name, open_gguf, unpermute_rotary
+from yardstick.sources.gguf import hf_name, unpermute_rotary
+from yardstick.sources.gguf_file import GgufFile
 
 CONTROL, USER_DEFINED = 3, 4  # token types of the GGUF tokenizer
 
 
-def config_from_gguf(reader) -> dict:
+def config_from_gguf(file: GgufFile) -> dict:
     """config.json of a llama-architecture GGUF file.
 
     Raises:
         YardstickError: another architecture, or a key is missing.
     """
-    architecture = gguf_value(reader, "general.architecture")
+    architecture = file.value("general.architecture")
     if architecture != "llama":
         raise YardstickError(f"GGUF release: architecture {architecture} cannot be turned into a folder, only llama")
 
     def value(key: str):
-        return gguf_value(reader, f"llama.{key}")
+        return file.value(f"llama.{key}")
 
     heads, hidden = int(value("attention.head_count")), int(value("embedding_length"))
     # the file holds the epsilon as fp32: 1e-5 reads as 9.999999747378752e-06, of which Hugging Face keeps 1e-05
@@ -43,43 +44,43 @@ def config_from_gguf(reader) -> dict:
         "num_hidden_layers": int(value("block_count")),
         "num_attention_heads": heads,
         "num_key_value_heads": int(value("attention.head_count_kv")),
-        "head_dim": int(gguf_value(reader, "llama.rope.dimension_count", hidden // heads)),
+        "head_dim": int(file.value("llama.rope.dimension_count", hidden // heads)),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "max_position_embeddings": int(value("context_length")),
         "rms_norm_eps": epsilon,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(value("rope.freq_base"))},
-        "tie_word_embeddings": not any(tensor.name == "output.weight" for tensor in reader.tensors),
-        "vocab_size": len(gguf_value(reader, "tokenizer.ggml.tokens")),
-        "bos_token_id": int(gguf_value(reader, "tokenizer.ggml.bos_token_id")),
-        "eos_token_id": int(gguf_value(reader, "tokenizer.ggml.eos_token_id")),
-        "pad_token_id": int(gguf_value(reader, "tokenizer.ggml.padding_token_id")),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "vocab_size": len(file.value("tokenizer.ggml.tokens")),
+        "bos_token_id": int(file.value("tokenizer.ggml.bos_token_id")),
+        "eos_token_id": int(file.value("tokenizer.ggml.eos_token_id")),
+        "pad_token_id": int(file.value("tokenizer.ggml.padding_token_id")),
     }
 
 
-def tokenizer_from_gguf(reader) -> tuple[Tokenizer, dict]:
+def tokenizer_from_gguf(file: GgufFile) -> tuple[Tokenizer, dict]:
     """Byte-level BPE tokenizer of a GGUF file, and its tokenizer_config.json.
 
     Raises:
         YardstickError: another tokenizer kind than the `smollm` pre-tokenizer on byte-level BPE.
     """
-    kind = (gguf_value(reader, "tokenizer.ggml.model"), gguf_value(reader, "tokenizer.ggml.pre"))
+    kind = (file.value("tokenizer.ggml.model"), file.value("tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
         raise YardstickError(f"GGUF release: tokenizer {kind[0]}/{kind[1]} is not supported, only gpt2/smollm")
-    tokens = gguf_value(reader, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ", 1)) for merge in gguf_value(reader, "tokenizer.ggml.merges")]
+    tokens = file.value("tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    types = gguf_value(reader, "tokenizer.ggml.token_type")
+    types = file.value("tokenizer.ggml.token_type")
     special = [token for token, kind in zip(tokens, types, strict=True) if int(kind) in (CONTROL, USER_DEFINED)]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
 
     def token(role: str) -> str:
-        return tokens[int(gguf_value(reader, f"tokenizer.ggml.{role}_token_id"))]
+        return tokens[int(file.value(f"tokenizer.ggml.{role}_token_id"))]
 
     return tokenizer, {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -87,10 +88,10 @@ def tokenizer_from_gguf(reader) -> tuple[Tokenizer, dict]:
         "eos_token": token("eos"),
         "pad_token": token("padding"),
         "unk_token": token("unknown"),
-        "add_bos_token": bool(gguf_value(reader, "tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": bool(file.value("tokenizer.ggml.add_bos_token", False)),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(gguf_value(reader, "llama.context_length")),
-        "chat_template": gguf_value(reader, "tokenizer.chat_template"),
+        "model_max_length": int(file.value("llama.context_length")),
+        "chat_template": file.value("tokenizer.chat_template"),
     }
 
 
@@ -100,11 +101,11 @@ def write_release(gguf_path: Path, folder: Path, seed: int | None) -> None:
     Raises:
         YardstickError: a tensor of the file is unknown, or one that the config asks for is missing.
     """
-    reader = open_gguf(gguf_path)
-    config = config_from_gguf(reader)
+    file = GgufFile(gguf_path)
+    config = config_from_gguf(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors: dict[str, torch.Tensor] = {}
-    for tensor in reader.tensors:
+    for tensor in file.tensors.values():
         name = hf_name(tensor.name)
         if name is None:
             raise YardstickError(f"{gguf_path}: tensor {tensor.name} has no Hugging Face name")
@@ -120,7 +121,7 @@ def write_release(gguf_path: Path, folder: Path, seed: int | None) -> None:
             raise YardstickError(f"{gguf_path}: its tensors are not those of a {config['model_type']} model")
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         os.chmod(temporary / "model.safetensors", 0o644)
-        tokenizer, tokenizer_config = tokenizer_from_gguf(reader)
+        tokenizer, tokenizer_config = tokenizer_from_gguf(file)
         tokenizer.save(str(temporary / "tokenizer.json"))
         write_json(temporary / "tokenizer_config.json", tokenizer_config)
         os.chmod(temporary, 0o755)

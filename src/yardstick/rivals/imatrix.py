@@ -15,7 +15,8 @@ from yardstick.models.config import ModelConfig, layer_name
 from yardstick.models.layers import block_stages, rotary_table
 from yardstick.models.prefill import embed, load_layer, pick_device
 from yardstick.sources.base import TensorSource
-from yardstick.sources.gguf import gguf_name, open_gguf
+from yardstick.sources.gguf import gguf_name
+from yardstick.sources.gguf_file import GgufFile
 
 
 def column_square_sums(
@@ -80,18 +81,17 @@ def read_imatrix(path: Path) -> dict[str, np.ndarray]:
     Raises:
         YardstickError: not an imatrix, a sum without its count, or a matrix that saw no token.
     """
-    reader = open_gguf(path)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = GgufFile(path).tensors
     means = {}
     for name, tensor in tensors.items():
         stem, _, part = name.rpartition(".")
         if part == "counts":
             continue
         counts = tensors.get(f"{stem}.counts")
-        if part != "in_sum2" or counts is None:
+        if part != "in_sum2" or counts is None or tensor.kind.name != "F32" or counts.kind.name != "F32":
             raise YardstickError(f"{path}: tensor {name} is not part of an importance matrix")
-        count = np.asarray(counts.data, dtype=np.float64).reshape(-1)
+        count = counts.data.view(np.float32)
         if count.size != 1 or count[0] <= 0:
             raise YardstickError(f"{path}: {stem} saw no calibration token, or is split by experts")
-        means[stem] = (np.asarray(tensor.data, dtype=np.float64).reshape(-1) / count[0]).astype(np.float32)
+        means[stem] = tensor.data.view(np.float32) / count[0]
     return means

@@ -6,14 +6,16 @@ the number of query heads for q and of key heads for k. Qwen models are not perm
 GGUF lists dimensions fastest first; the bytes are the same row-major [out, in] as ours.
 """
 
-import os
 from pathlib import Path
 
+import libgguf
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from yardstick.errors import YardstickError
 from yardstick.sources.base import TensorInfo, TensorSource
+from yardstick.sources.gguf_file import GgufFile, GgufTensor
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -77,64 +79,22 @@ def unpermute_rotary(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.reshape(heads, rows // heads // 2, 2, -1).transpose(1, 2).reshape(tensor.shape)
 
 
-def open_gguf(path: Path):
-    """Open a GGUF file with the `gguf` package, after checking that its data is all there.
-
-    Raises:
-        YardstickError: not a GGUF file, truncated, or one shard of a split file.
-    """
-    import gguf
-
-    if not path.is_file():
-        raise YardstickError(f"{path}: no such file")
-    try:
-        reader = gguf.GGUFReader(path)
-    except Exception as error:  # the package raises ValueError, IndexError or numpy errors on damaged headers
-        raise YardstickError(f"{path}: truncated or not a GGUF file ({type(error).__name__}: {error})") from None
-    size = os.path.getsize(path)
-    for tensor in reader.tensors:
-        if tensor.data_offset + tensor.n_bytes > size:
-            raise YardstickError(
-                f"{path}: truncated: tensor {tensor.name} needs bytes up to {tensor.data_offset + tensor.n_bytes}, "
-                f"the file has {size}"
-            )
-    if "split.count" in reader.fields and int(reader.fields["split.count"].contents()) > 1:
-        raise YardstickError(f"{path}: is one part of a split file; join the parts with llama-gguf-split --merge first")
-    return reader
-
-
-def gguf_value(reader, key: str, default=None):
-    """Metadata value of an open GGUF file.
-
-    Raises:
-        YardstickError: the key is missing and no default is given.
-    """
-    if key in reader.fields:
-        return reader.fields[key].contents()
-    if default is None:
-        raise YardstickError(f"GGUF metadata key {key} is missing")
-    return default
-
-
-def dequantize_gguf(tensor) -> np.ndarray:
+def dequantize_gguf(tensor: GgufTensor) -> np.ndarray:
     """Values of a GGUF tensor as fp32 [out, in], decoded by ggml's own row functions (libgguf).
 
     Raises:
         YardstickError: the type has no decoder.
     """
-    import gguf
-    import libgguf
-
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    if tensor.tensor_type in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
-        return np.asarray(tensor.data).reshape(shape).astype(np.float32)
-    if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
-        return (np.asarray(tensor.data).view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
-    rows = np.ascontiguousarray(tensor.data).reshape(-1, tensor.data.shape[-1])
+    if tensor.kind == GGMLQuantizationType.F32:
+        return tensor.data.view(np.float32).reshape(tensor.shape)
+    if tensor.kind == GGMLQuantizationType.F16:
+        return tensor.data.view(np.float16).astype(np.float32).reshape(tensor.shape)
+    if tensor.kind == GGMLQuantizationType.BF16:
+        return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
     try:
-        return libgguf.dequantize_rows(rows, int(tensor.tensor_type), shape[-1]).reshape(shape)
+        return libgguf.dequantize_rows(tensor.rows, int(tensor.kind), tensor.shape[-1]).reshape(tensor.shape)
     except ValueError as error:
-        raise YardstickError(f"GGUF tensor {tensor.name}: no decoder for {tensor.tensor_type.name} ({error})") from None
+        raise YardstickError(f"GGUF tensor {tensor.name}: no decoder for {tensor.kind.name} ({error})") from None
 
 
 class GgufSource(TensorSource):
@@ -142,34 +102,28 @@ class GgufSource(TensorSource):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        reader = open_gguf(self.path)
-        architecture = gguf_value(reader, "general.architecture")
+        file = GgufFile(self.path)
+        architecture = file.value("general.architecture")
         if architecture not in ROTARY_PERMUTED:
             known = ", ".join(sorted(ROTARY_PERMUTED))
             raise YardstickError(f"{path}: GGUF architecture {architecture} is not supported (supported: {known})")
-        heads = int(gguf_value(reader, f"{architecture}.attention.head_count"))
-        kv_heads = int(gguf_value(reader, f"{architecture}.attention.head_count_kv", heads))
+        heads = int(file.value(f"{architecture}.attention.head_count"))
+        kv_heads = int(file.value(f"{architecture}.attention.head_count_kv", heads))
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if ROTARY_PERMUTED[architecture] else {}
-        self._tensors = {}
-        self._infos = {}
-        self._ignored = {}
-        for tensor in reader.tensors:
-            name = hf_name(tensor.name) or tensor.name
-            if tensor.name in IGNORED:
-                self._ignored[name] = IGNORED[tensor.name]
-            if name in self._tensors:
-                raise YardstickError(f"{path}: tensor {tensor.name} is there twice")
-            self._tensors[name] = tensor
-            shape = tuple(int(size) for size in reversed(tensor.shape))
-            self._infos[name] = TensorInfo(shape, tensor.tensor_type.name, 8 * int(tensor.n_bytes))
+        # a tensor whose name we do not know keeps it, and the audit will call it left over
+        self._tensors = {hf_name(name) or name: tensor for name, tensor in file.tensors.items()}
+        self._infos = {
+            name: TensorInfo(tensor.shape, tensor.kind.name, 8 * tensor.data.nbytes)
+            for name, tensor in self._tensors.items()
+        }
 
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
 
     def ignored(self) -> dict[str, str]:
-        return self._ignored
+        return {name: reason for name, reason in IGNORED.items() if name in self._tensors}
 
     def read(self, name: str) -> torch.Tensor:
-        values = torch.from_numpy(np.ascontiguousarray(dequantize_gguf(self._tensors[name])))
+        values = torch.from_numpy(dequantize_gguf(self._tensors[name]).copy())
         module = name.split(".")[-2]
         return unpermute_rotary(values, self._heads[module]) if module in self._heads else values
