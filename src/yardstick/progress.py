@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
@@ -14,10 +14,10 @@ class _Lines:
     """The part of tqdm that we use, as plain lines."""
 
     def __init__(self, what: str, total: int, unit: str) -> None:
-        self.n, self._what, self._total, self._unit = 0, what, total, unit
+        self.n, self._what, self._total, self._unit = 0.0, what, total, unit
         self._started = self._last = time.monotonic()
 
-    def update(self, count: int) -> None:
+    def update(self, count: float) -> None:
         self.n += count
         now = time.monotonic()
         if now - self._last < LINE_EVERY_SECONDS or not self.n:
@@ -34,17 +34,20 @@ class _Lines:
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str = "token") -> Iterator[tqdm | _Lines]:
-    """Something whose `update(n)` is called with finished units; it shows rate and time left."""
+def progress(what: str, total: int, unit: str = "token", passes: int = 1) -> Iterator[Callable[[int], None]]:
+    """Gives a function to be called with the units finished; shows their rate and the time left.
+
+    Where every unit is passed over several times (a token goes through each layer), `passes` says how often.
+    """
     if sys.stderr.isatty():
         bar = tqdm(total=total, desc=what, unit=unit, unit_scale=True, file=sys.stderr, dynamic_ncols=True, leave=False)
     else:
         bar = _Lines(what, total, unit)
     started = time.monotonic()
     try:
-        yield bar
+        yield lambda count: bar.update(count / passes)
     finally:
         bar.close()
         elapsed = max(time.monotonic() - started, 1e-9)
         if bar.n:
-            print(f"{what}: {bar.n} {unit}s in {elapsed:.1f} s ({bar.n / elapsed:.0f} {unit}s/s)", file=sys.stderr)
+            print(f"{what}: {bar.n:.0f} {unit}s in {elapsed:.1f} s ({bar.n / elapsed:.0f} {unit}s/s)", file=sys.stderr)

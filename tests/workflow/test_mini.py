@@ -1,13 +1,16 @@
 """The mini experiment end to end: what comes out, what reruns, what a killed run leaves."""
 
+import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 
 import pandas as pd
 import pytest
+import yaml
 
 from tests.workflow.conftest import make_tree
 
@@ -135,3 +138,12 @@ def test_two_live_runs_exclude_each_other(tree):
         assert second.returncode == 1 and "lock" in second.stderr.lower()
     finally:
         assert process.wait(300) == 0
+
+
+def test_a_config_file_of_ones_own_replaces_the_default(tree):
+    other = copy.deepcopy(tree.config)
+    other["models"] = {"other": other["models"]["tiny"]}
+    (tree.folder / "mine.yaml").write_text(yaml.safe_dump(other))
+    planned = set(re.findall(r"^Job \d+: (.*)$", tree.must_run("-n", "--configfile", "mine.yaml").stdout, flags=re.M))
+    assert "Measuring rtn-g32 of other" in planned
+    assert not [message for message in planned if "tiny" in message]

@@ -24,10 +24,8 @@ def main(arguments) -> None:
     if importance:
         check_widths(importance, config, arguments.imatrix)
     total = sum(shape[0] * shape[1] for shape in config.tensors().values() if len(shape) == 2)
-    with progress(f"gguf {recipe['mix']}", total, "weight") as bar:
-        types = write_gguf(
-            arguments.output, source, config, folder, recipe["mix"], importance, arguments.threads, bar.update
-        )
+    with progress(f"gguf {recipe['mix']}", total, "weight") as done:
+        types = write_gguf(arguments.output, source, config, folder, recipe["mix"], importance, arguments.threads, done)
     inputs = {"model": model_digest(arguments.model)}
     if arguments.imatrix:
         inputs["imatrix"] = sha256_file(arguments.imatrix)

@@ -22,8 +22,8 @@ def main(arguments) -> None:
     source, config = HuggingFaceSource(folder), load_config(folder)
     audit_source(source, config.tensors())
     input_ids = torch.from_numpy(np.concatenate(list(load_arrays(arguments.calibration).values()))).long()
-    with progress("imatrix", input_ids.numel() * config.num_layers, "layer token") as bar:
-        sums = column_square_sums(source, config, input_ids, arguments.recipe["batch_chunks"], bar.update)
+    with progress("imatrix", input_ids.numel(), passes=config.num_layers) as done:
+        sums = column_square_sums(source, config, input_ids, arguments.recipe["batch_chunks"], done)
     write_imatrix(arguments.output, sums, input_ids.numel(), input_ids.shape[1], arguments.calibration.name)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
 from yardstick.evaluate.reference import check_replay, require_finite_states, save_states
 from yardstick.evaluate.windows import load_windows
 from yardstick.files import read_json
@@ -20,9 +21,13 @@ def main(arguments) -> None:
     source, config = HuggingFaceSource(folder), load_config(folder)
     audit_source(source, config.tensors())
     windows, recipe = load_windows(arguments.chunks), arguments.recipe
-    with progress("reference", windows.inputs.numel() * config.num_layers, "layer token") as bar:
+    if int(windows.ids.max()) >= config.vocab_size:
+        raise YardstickError(
+            f"{folder}: token id {int(windows.ids.max())} is beyond the model's {config.vocab_size} rows"
+        )
+    with progress("reference", windows.inputs.numel(), passes=config.num_layers) as done:
         states = final_hidden_states(
-            source, config, windows.inputs, DTYPES[recipe["dtype"]], recipe["batch_chunks"], bar.update
+            source, config, windows.inputs, DTYPES[recipe["dtype"]], recipe["batch_chunks"], done
         )
     require_finite_states(states)
     save_states(arguments.output, states, {"model": model_digest(arguments.model), "dtype": recipe["dtype"]})

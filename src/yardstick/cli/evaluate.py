@@ -45,16 +45,16 @@ def main(arguments) -> None:
     windows, reference = load_windows(arguments.chunks), load_states(arguments.reference)
     if tuple(reference.shape[:2]) != tuple(windows.inputs.shape):
         raise YardstickError(f"{arguments.reference}: is not the reference of {arguments.chunks}")
-    with progress(f"forward {arguments.name}", windows.inputs.numel() * config.num_layers, "layer token") as bar:
-        states = run_forward(recipe, source, config, windows, folder, bar.update)
-    with progress(f"compare {arguments.name}", windows.inputs.numel()) as bar:
+    with progress(f"forward {arguments.name}", windows.inputs.numel(), passes=config.num_layers) as done:
+        states = run_forward(recipe, source, config, windows, folder, done)
+    with progress(f"compare {arguments.name}", windows.inputs.numel()) as done:
         divergence = compare(
             reference.flatten(0, 1),
             head_weight(original, config)[:vocabulary],
             states.flatten(0, 1),
             head_weight(source, config)[:vocabulary],
             windows.labels.flatten(),
-            bar.update,
+            done,
         )
     length = windows.inputs.shape[1]
     fault = find_fault(divergence)

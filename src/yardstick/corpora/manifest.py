@@ -28,7 +28,9 @@ def build_windows(recipe: dict, tokenizer: Tokenizer, downloads: Path) -> tuple[
     """
     bos = bos_id(tokenizer)
     arrays: dict[str, dict[str, np.ndarray]] = {"evaluation": {}, "calibration": {}}
-    manifest: dict = {"bos": bos, "vocabulary": tokenizer.get_vocab_size(with_added_tokens=True)}
+    # real rows of the head: those up to the highest id; a checkpoint may pad its vocabulary beyond them
+    vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    manifest: dict = {"bos": bos, "vocabulary": vocabulary}
     for part, cut, key in (("evaluation", cut_windows, "chunks"), ("calibration", cut_sequences, "sequences")):
         length = recipe[part]["length"]
         entries = manifest[part] = {}

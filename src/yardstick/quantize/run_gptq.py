@@ -85,7 +85,7 @@ def quantize_model(
     hidden = embed(source, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
-    with progress("gptq", input_ids.numel() * config.num_layers, "layer token") as bar:
+    with progress("gptq", input_ids.numel(), passes=config.num_layers) as done:
         for layer, shard in enumerate(shards):
             if writer.has_shard(shard):
                 weights = stored_layer(writer, shard, config, layer, device)
@@ -96,7 +96,7 @@ def quantize_model(
                 weights = load_layer(source, config, layer, dtype, device)
                 hidden = quantize_layer(run, source, config, layer, weights, hidden, rotary)
                 writer.finish_shard(shard)
-            bar.update(input_ids.numel())
+            done(input_ids.numel())
     shards.append("rest")
     if not writer.has_shard("rest"):
         quantize_rest(run, source, config, hidden)

@@ -21,7 +21,7 @@ def quantize_model(
         names.extend(layer_name(layer, name) for name in config.layer_tensors())
     shards["rest"] = sorted({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
     matrices = {*config.body_matrices(), "lm_head.weight"}
-    with progress(f"rtn g{grid.group_size}", len(shards), "shard") as bar:
+    with progress(f"rtn g{grid.group_size}", len(shards), "shard") as done:
         for shard, names in shards.items():
             if not writer.has_shard(shard):
                 for name in names:
@@ -34,5 +34,5 @@ def quantize_model(
                     codes, scales, minima = round_to_nearest(tensor.float(), grid)
                     writer.add_quantized(name, codes, scales, minima, grid.group_size)
                 writer.finish_shard(shard)
-            bar.update(1)
+            done(1)
     return list(shards)
