@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from tests.oracle.llama_cpp import timed_logits
+from yardstick.corpora.load import load_windows
 from yardstick.errors import YardstickError
 from yardstick.evaluate.divergence import compare
 from yardstick.evaluate.reference import load_states
-from yardstick.evaluate.windows import load_windows
 from yardstick.models.config import load_config
 from yardstick.models.folder import model_folder
 from yardstick.models.prefill import exact_arithmetic, final_hidden_states, head_weight

@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from yardstick.cli.common import parser, run_step
-from yardstick.evaluate.windows import load_arrays
+from yardstick.corpora.load import load_calibration
 from yardstick.models.config import load_config
 from yardstick.models.folder import model_folder
 from yardstick.models.prefill import exact_arithmetic
@@ -21,7 +18,7 @@ def main(arguments) -> None:
     folder = model_folder(arguments.model)
     source, config = HuggingFaceSource(folder), load_config(folder)
     audit_source(source, config.tensors())
-    input_ids = torch.from_numpy(np.concatenate(list(load_arrays(arguments.calibration).values()))).long()
+    input_ids = load_calibration(arguments.calibration)
     with progress("imatrix", input_ids.numel(), passes=config.num_layers) as done:
         sums = column_square_sums(source, config, input_ids, arguments.recipe["batch_chunks"], done)
     write_imatrix(arguments.output, sums, input_ids.numel(), input_ids.shape[1], arguments.calibration.name)

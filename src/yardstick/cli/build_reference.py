@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
+from yardstick.corpora.load import load_windows
 from yardstick.errors import YardstickError
 from yardstick.evaluate.reference import check_replay, require_finite_states, save_states
-from yardstick.evaluate.windows import load_windows
 from yardstick.files import read_json
 from yardstick.models.config import load_config
 from yardstick.models.folder import model_digest, model_folder

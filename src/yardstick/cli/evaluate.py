@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 
 from yardstick.cli.common import parser, run_step
+from yardstick.corpora.load import EvaluationWindows, load_windows
 from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import bits_per_weight, schemes
 from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault
 from yardstick.evaluate.positions import positions_frame, write_positions
 from yardstick.evaluate.reference import load_states
-from yardstick.evaluate.windows import EvaluationWindows, load_windows
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from yardstick.models.config import load_config
 from yardstick.models.folder import model_digest, model_folder

@@ -29,11 +29,6 @@ def unpack_nibbles(packed: torch.Tensor, in_features: int) -> torch.Tensor:
     return codes.reshape(packed.shape[0], -1)[:, :in_features]
 
 
-def expand_groups(values: torch.Tensor, group_size: int, in_features: int) -> torch.Tensor:
-    """Per-group values [out, groups] repeated along the columns: fp32 [out, in_features]."""
-    return values.float().repeat_interleave(group_size, dim=1)[:, :in_features]
-
-
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, group_size: int) -> torch.Tensor:
     """Weights of the contract in fp32: codes [out, in], scales and minima [out, groups]."""
     weights = codes.float()

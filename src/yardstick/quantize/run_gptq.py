@@ -9,10 +9,9 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from yardstick.evaluate.windows import load_arrays
+from yardstick.corpora.load import load_calibration
 from yardstick.models.config import ModelConfig, layer_name
 from yardstick.models.layers import block_stages, rms_norm, rotary_table, run_block
 from yardstick.models.prefill import embed, load_layer, pick_device
@@ -23,7 +22,7 @@ from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.hessian import Hessian
 from yardstick.quantize.pack import dequantize
 from yardstick.sources.base import TensorSource
-from yardstick.sources.packed import CODES, MINIMA, SCALES, unpack_nibbles
+from yardstick.sources.packed import decode_matrix
 
 SEQUENCES_AT_ONCE = 4
 
@@ -81,7 +80,7 @@ def quantize_model(
     """Write all shards of the checkpoint, going on after those that are there; returns their names."""
     device, dtype = pick_device(), torch.float32
     run = GptqRun(recipe, writer)
-    input_ids = torch.from_numpy(np.concatenate(list(load_arrays(calibration).values()))).long()
+    input_ids = load_calibration(calibration)
     hidden = embed(source, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
@@ -163,12 +162,7 @@ def stored_layer(writer: PackedWriter, shard: str, config: ModelConfig, layer: i
     weights = {}
     for short in config.layer_tensors():
         name = layer_name(layer, short)
-        stem = name.removesuffix(".weight")
-        if name in schemes:
-            scheme = schemes[name]
-            codes = unpack_nibbles(tensors[stem + CODES], scheme["shape"][1])
-            value = dequantize(codes, tensors[stem + SCALES], tensors[stem + MINIMA], scheme["group_size"])
-        else:
-            value = tensors[name].float()
+        packed = name in schemes
+        value = decode_matrix(tensors.__getitem__, name, schemes[name]) if packed else tensors[name].float()
         weights[short] = value.to(device)
     return weights

@@ -30,6 +30,7 @@ def save(figure, path: Path) -> None:
 def plot_kl_against_bits(results: ModelResults, path: Path) -> None:
     """Scatter of mean KL (log scale) with its interval over bits per weight of all matrices read for a token."""
     figure, axes = plt.subplots(figsize=(7.5, 5))
+    points = {}
     for row in results.measured:
         if row.is_noise:
             continue
@@ -39,14 +40,32 @@ def plot_kl_against_bits(results: ModelResults, path: Path) -> None:
         if kl["interval"]:
             error = [[max(kl["mean"] - kl["interval"][0], 0)], [max(kl["interval"][1] - kl["mean"], 0)]]
         axes.errorbar(bits, kl["mean"], yerr=error, fmt=marker, color=colour, capsize=3, markersize=7)
-        axes.annotate(row.name, (bits, kl["mean"]), xytext=(7, 3), textcoords="offset points", fontsize=8)
+        points[row.name] = (bits, kl["mean"])
     axes.set_yscale("log")
     axes.set_xlabel("stored bits per weight (body and head)")
     axes.set_ylabel("mean KL from the original (nats)")
     axes.set_title(f"{results.model}: fidelity against size")
-    axes.margins(x=0.2)
+    axes.margins(x=0.25)
     axes.grid(True, which="both", alpha=0.25)
+    label_points(axes, points)
     save(figure, path)
+
+
+def label_points(axes, points: dict[str, tuple[float, float]]) -> None:
+    """Name each point, at the first of eight places where the name covers no other name."""
+    places = [(side * 8, height) for height in (-3, 6, -12, 14) for side in (1, -1)]
+    taken = []
+    for name, point in points.items():
+        for x, y in places:
+            label = axes.annotate(
+                name, point, (x, y), textcoords="offset points", fontsize=8, ha="left" if x > 0 else "right"
+            )
+            box = label.get_window_extent(axes.figure.canvas.get_renderer())
+            if not any(box.overlaps(other) for other in taken):
+                break
+            if (x, y) != places[-1]:
+                label.remove()
+        taken.append(box)
 
 
 def plot_kl_tail(results: ModelResults, path: Path) -> None:

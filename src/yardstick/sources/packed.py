@@ -1,5 +1,6 @@
 """Source `packed:`: our own checkpoints, int4 with a bf16 scale and a bf16 minimum per group of input columns."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,11 +50,11 @@ class PackedSource(TensorSource):
     def read(self, name: str) -> torch.Tensor:
         if name not in self._schemes:
             return self._reader.tensor(name)
-        stem = name.removesuffix(".weight")
-        scheme = self._schemes[name]
-        return dequantize(
-            unpack_nibbles(self._reader.tensor(stem + CODES), scheme["shape"][1]),
-            self._reader.tensor(stem + SCALES),
-            self._reader.tensor(stem + MINIMA),
-            scheme["group_size"],
-        )
+        return decode_matrix(self._reader.tensor, name, self._schemes[name])
+
+
+def decode_matrix(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
+    """fp32 values [out, in] of one packed matrix; `stored` gives a stored tensor by its name."""
+    stem = name.removesuffix(".weight")
+    codes = unpack_nibbles(stored(stem + CODES), scheme["shape"][1])
+    return dequantize(codes, stored(stem + SCALES), stored(stem + MINIMA), scheme["group_size"])

@@ -1,4 +1,4 @@
-"""The evaluation windows as one batch, with the corpus of each."""
+"""Read the token windows back: evaluation windows as one batch with the corpus of each, calibration sequences."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,21 @@ def load_windows(path: Path) -> EvaluationWindows:
     Raises:
         YardstickError: missing or damaged.
     """
-    arrays = load_arrays(path)
+    arrays = _load_arrays(path)
     names = [name for name, rows in arrays.items() for _ in range(len(rows))]
     return EvaluationWindows(torch.from_numpy(np.concatenate(list(arrays.values()))).long(), names)
 
 
-def load_arrays(path: Path) -> dict[str, np.ndarray]:
+def load_calibration(path: Path) -> torch.Tensor:
+    """Read calib.npz: ids int64 [sequences, length] of all corpora.
+
+    Raises:
+        YardstickError: missing or damaged.
+    """
+    return torch.from_numpy(np.concatenate(list(_load_arrays(path).values()))).long()
+
+
+def _load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Arrays of an .npz file by name; nothing pickled is read.
 
     Raises:
