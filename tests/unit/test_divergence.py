@@ -126,3 +126,15 @@ def test_a_nan_state_is_a_fault_not_an_average():
     broken[2, 1] = math.nan
     result = compare(states, torch.eye(4), broken, torch.eye(4), torch.zeros(6))
     assert find_fault(result)[0] == 2
+
+
+def test_near_equal_models_are_resolved_far_below_the_tolerance():
+    """Logits of size 30 come in fp32 steps of 2e-6: single positions must be right to 2e-7, means to 2e-8."""
+    states = torch.randn(200, 16)
+    head = torch.randn(3000, 16) * 8
+    near = states + 1e-5 * torch.randn(200, 16)
+    result = compare(states, head, near, head, torch.zeros(200))
+    # the logits themselves are fp32 products; take them as they are and compare in fp64
+    expected = expected_kl(states @ head.T, near @ head.T)
+    assert float((result.kl - expected).abs().max()) < 2e-7
+    assert abs(float((result.kl - expected).mean())) < 2e-8

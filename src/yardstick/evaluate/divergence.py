@@ -3,9 +3,10 @@
 Both heads are walked in tiles of the vocabulary. For each position a running maximum m and sums rescaled to it are
 kept (as in online softmax):
 
-    KL(p || q) = sum_v p_v (x'_v - y'_v) - (log sum exp x' - log sum exp y'),  p = softmax(x),
+    KL(p || q) = sum_v p_v (x_v - y_v - c) - (logsumexp x - logsumexp y - c),  p = softmax(x),
 
-where x' and y' are the two logit rows less their own maxima, so that a shift of all logits costs no precision.
+where x and y are the two logit rows and c is the difference of their maxima: the difference of two near-equal logits
+is exact in fp32, and with c taken off a shift of all logits of one model costs no precision.
 
 Logits are fp32 whatever the body computed in, sums are fp64. Equal inputs give exactly 0. A position where both
 logits are minus infinity adds nothing; p > 0 where q = 0 makes the KL infinite, which `find_fault` reports.
@@ -103,20 +104,20 @@ def _compare_block(
 ) -> Divergence:
     positions, device = len(states), states.device
     reference, candidate = _Softmax(positions, device), _Softmax(positions, device)
-    cross = torch.zeros(positions, dtype=torch.float64, device=device)  # sum of exp(x') (x' - y')
+    gap = torch.zeros(positions, device=device)  # c, the difference of the maxima so far
+    cross = torch.zeros(positions, dtype=torch.float64, device=device)  # sum of exp(x - max x) (x - y - c)
     for first in range(0, len(head), VOCAB_TILE):
         tile = slice(first, first + VOCAB_TILE)
         x = reference_states @ reference_head[tile].float().T
         y = states @ head[tile].float().T
-        old_gap = reference.offset.double() - candidate.offset.double()
+        old_gap = gap
         rescale = reference.enter(x, labels, first)
         candidate.total *= candidate.enter(y, labels, first)
+        gap = reference.offset - candidate.offset
+        cross = (cross + reference.total * (old_gap.double() - gap.double())) * rescale  # old terms, on the new gap
+        difference = (x - y).sub_(gap[:, None])
         x.sub_(reference.offset[:, None])
         y.sub_(candidate.offset[:, None])
-        # what is summed so far was relative to the old maxima
-        gap = reference.offset.double() - candidate.offset.double()
-        cross = (cross + reference.total * (old_gap - gap)) * rescale
-        difference = x - y
         p, q = x.exp_(), y.exp_()
         reference.total = reference.total * rescale + _row_sums(p)
         candidate.total += _row_sums(q)
@@ -126,7 +127,7 @@ def _compare_block(
     x_lse, y_lse = reference.logsumexp(), candidate.logsumexp()
     label_x, label_y = reference.label_logit.double() - x_lse, candidate.label_logit.double() - y_lse
     return Divergence(
-        kl=cross / reference.total - (reference.total.log() - candidate.total.log()),
+        kl=cross / reference.total - (x_lse - y_lse - gap.double()),
         reference_nll=-label_x,
         nll=-label_y,
         reference_top1=reference.argmax,
