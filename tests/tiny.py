@@ -5,12 +5,22 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from yardstick.corpora.arithmetic import word_problems
 
 VOCABULARY = 512
-CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_5": Qwen3_5TextConfig}
+# n_k != n_v, key and value widths differ, head_dim is not hidden / heads
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "head_dim": 32,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
 def write_tiny_model(folder: Path, family: str, tied: bool, seed: int = 0, layers: int = 2, **changes) -> Path:
@@ -28,7 +38,8 @@ def write_tiny_model(folder: Path, family: str, tied: bool, seed: int = 0, layer
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": tied,
         "initializer_range": 0.12,
-    } | changes
+    }
+    settings |= (DELTA if family == "qwen3_5" else {}) | changes
     model = AutoModelForCausalLM.from_config(CONFIGS[family](**settings))
     for _, parameter in model.named_parameters():
         if parameter.ndim == 1:  # gains of exactly 1 and biases of 0 would hide a norm or bias that is left out

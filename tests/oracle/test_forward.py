@@ -19,6 +19,8 @@ CASES = [
     ("qwen2", False, {"head_dim": None}),
     ("qwen3", False, {"head_dim": 48}),
     ("qwen3", True, {"num_attention_heads": 6, "num_key_value_heads": 2}),
+    ("qwen3_5", False, {"num_hidden_layers": 4}),
+    ("qwen3_5", True, {"num_hidden_layers": 5, "linear_num_key_heads": 3, "linear_num_value_heads": 3}),
 ]
 
 

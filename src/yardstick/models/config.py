@@ -8,10 +8,36 @@ from yardstick.files import read_json
 
 # model_type -> what the family adds to the plain block
 FAMILIES = {
-    "llama": {"qk_norm": False, "qkv_bias": False},
-    "qwen2": {"qk_norm": False, "qkv_bias": True},
-    "qwen3": {"qk_norm": True, "qkv_bias": False},
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_5_text": {"qk_norm": True, "gated_attention": True, "zero_centred_norm": True},
 }
+# checkpoints that also hold a vision tower keep the language model's settings one level down, and its tensors too
+WRAPPED = {"qwen3_5": ("text_config", "model.language_model.")}
+
+ATTENTION, DELTA = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Shapes of a gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Width of the query part, and of the key part, of the mixed projection."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Width of its value part."""
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -29,33 +55,77 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     tied_head: bool
-    qk_norm: bool
-    qkv_bias: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    gated_attention: bool = False
+    zero_centred_norm: bool = False
+    rotary_dim: int | None = None  # of head_dim; None: all of it
+    layer_kinds: tuple[str, ...] | None = None  # None: attention everywhere
+    delta: DeltaShape | None = None
+    prefix: str = "model."
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the input embedding."""
+        return f"{self.prefix}embed_tokens.weight"
+
+    @property
+    def final_norm_name(self) -> str:
+        """Name of the last norm's gain."""
+        return f"{self.prefix}norm.weight"
 
     @property
     def head_name(self) -> str:
         """Name of the tensor that the reference uses as its output head."""
-        return "model.embed_tokens.weight" if self.tied_head else "lm_head.weight"
+        return self.embedding_name if self.tied_head else "lm_head.weight"
 
-    def layer_linears(self) -> dict[str, tuple[int, int]]:
-        """Matrices of one layer, short name to [out, in], in the order of the forward."""
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (query, self.hidden_size),
-            "self_attn.k_proj": (key, self.hidden_size),
-            "self_attn.v_proj": (key, self.hidden_size),
-            "self_attn.o_proj": (self.hidden_size, query),
+    def layer_name(self, layer: int, name: str) -> str:
+        """Full name of a layer's tensor."""
+        return f"{self.prefix}layers.{layer}.{name}"
+
+    def layer_kind(self, layer: int) -> str:
+        """Attention or delta net."""
+        return self.layer_kinds[layer] if self.layer_kinds else ATTENTION
+
+    def layer_linears(self, layer: int) -> dict[str, tuple[int, int]]:
+        """Matrices of one layer that are quantized, short name to [out, in], in the order of the forward."""
+        if self.layer_kind(layer) == DELTA:
+            mixer = {
+                "linear_attn.in_proj_qkv": (2 * self.delta.keys + self.delta.values, self.hidden_size),
+                "linear_attn.in_proj_z": (self.delta.values, self.hidden_size),
+                "linear_attn.out_proj": (self.hidden_size, self.delta.values),
+            }
+        else:
+            query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            mixer = {
+                "self_attn.q_proj": (2 * query if self.gated_attention else query, self.hidden_size),
+                "self_attn.k_proj": (key, self.hidden_size),
+                "self_attn.v_proj": (key, self.hidden_size),
+                "self_attn.o_proj": (self.hidden_size, query),
+            }
+        return mixer | {
             "mlp.gate_proj": (self.intermediate_size, self.hidden_size),
             "mlp.up_proj": (self.intermediate_size, self.hidden_size),
             "mlp.down_proj": (self.hidden_size, self.intermediate_size),
         }
 
-    def layer_tensors(self) -> dict[str, tuple[int, ...]]:
+    def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """All tensors of one layer, short name to shape."""
-        linears = self.layer_linears()
+        linears = self.layer_linears(layer)
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
         shapes["input_layernorm.weight"] = (self.hidden_size,)
         shapes["post_attention_layernorm.weight"] = (self.hidden_size,)
+        if self.layer_kind(layer) == DELTA:
+            delta = self.delta
+            shapes |= {
+                "linear_attn.in_proj_a.weight": (delta.value_heads, self.hidden_size),
+                "linear_attn.in_proj_b.weight": (delta.value_heads, self.hidden_size),
+                "linear_attn.conv1d.weight": (2 * delta.keys + delta.values, 1, delta.kernel),
+                "linear_attn.A_log": (delta.value_heads,),
+                "linear_attn.dt_bias": (delta.value_heads,),
+                "linear_attn.norm.weight": (delta.value_dim,),
+            }
+            return shapes
         if self.qkv_bias:
             for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
                 shapes[f"{name}.bias"] = (linears[name][0],)
@@ -66,22 +136,21 @@ class ModelConfig:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model, full name to shape; a tied head is not counted twice."""
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
-            shapes.update({layer_name(layer, name): shape for name, shape in self.layer_tensors().items()})
-        shapes["model.norm.weight"] = (self.hidden_size,)
+            shapes.update({self.layer_name(layer, name): shape for name, shape in self.layer_tensors(layer).items()})
+        shapes[self.final_norm_name] = (self.hidden_size,)
         if not self.tied_head:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
         return shapes
 
     def body_matrices(self) -> list[str]:
-        """Full names of the matrices of all layers."""
-        return [layer_name(i, f"{name}.weight") for i in range(self.num_layers) for name in self.layer_linears()]
-
-
-def layer_name(layer: int, name: str) -> str:
-    """Full name of a layer's tensor."""
-    return f"model.layers.{layer}.{name}"
+        """Full names of the matrices of all layers that are quantized."""
+        return [
+            self.layer_name(layer, f"{name}.weight")
+            for layer in range(self.num_layers)
+            for name in self.layer_linears(layer)
+        ]
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -92,24 +161,21 @@ def load_config(folder: Path) -> ModelConfig:
     """
     path = Path(folder) / "config.json"
     raw = read_json(path)
-    family = raw.get("model_type")
+    family, prefix = raw.get("model_type"), "model."
+    if family in WRAPPED:
+        key, prefix = WRAPPED[family]
+        tied = raw.get("tie_word_embeddings")
+        raw = raw.get(key) or {}
+        raw = raw if tied is None else raw | {"tie_word_embeddings": tied}
+        family = raw.get("model_type")
     if family not in FAMILIES:
         raise YardstickError(f"{path}: model_type {family} is not supported (supported: {', '.join(FAMILIES)})")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    unsupported = {
-        "rope_type": (rope_type, "default"),
-        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
-        "mlp_bias": (bool(raw.get("mlp_bias")), False),
-        "attention_bias": (bool(raw.get("attention_bias")), False),
-        "use_sliding_window": (bool(raw.get("use_sliding_window")), False),
-        "partial_rotary_factor": (rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), 1.0),
-    }
-    for key, (found, supported) in unsupported.items():
-        if found != supported:
-            raise YardstickError(f"{path}: {key} = {found} is not supported (supported: {supported})")
+    hybrid = family == "qwen3_5_text"
+    check_options(path, raw, rope, hybrid)
     try:
+        head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+        factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25 if hybrid else 1.0))
         return ModelConfig(
             family=family,
             hidden_size=raw["hidden_size"],
@@ -117,12 +183,55 @@ def load_config(folder: Path) -> ModelConfig:
             num_layers=raw["num_hidden_layers"],
             num_heads=raw["num_attention_heads"],
             num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+            head_dim=head_dim,
             vocab_size=raw["vocab_size"],
             rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=float(theta),
+            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta"))),
             tied_head=bool(raw.get("tie_word_embeddings", False)),
+            rotary_dim=int(head_dim * factor),
+            layer_kinds=hybrid_layers(raw) if hybrid else None,
+            delta=delta_shape(raw) if hybrid else None,
+            prefix=prefix,
             **FAMILIES[family],
         )
     except (KeyError, TypeError) as error:
         raise YardstickError(f"{path}: key {error} is missing or has no value") from None
+
+
+def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
+    """Refuse options that the forward does not have.
+
+    Raises:
+        YardstickError: names the option, its value and the supported one.
+    """
+    unsupported = {
+        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+        "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
+        "mlp_bias": (bool(raw.get("mlp_bias")), False),
+        "attention_bias": (bool(raw.get("attention_bias")), False),
+        "use_sliding_window": (bool(raw.get("use_sliding_window")), False),
+    }
+    if not hybrid:
+        factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+        unsupported["partial_rotary_factor"] = (factor, 1.0)
+    for key, (found, supported) in unsupported.items():
+        if found != supported:
+            raise YardstickError(f"{path}: {key} = {found} is not supported (supported: {supported})")
+
+
+def hybrid_layers(raw: dict) -> tuple[str, ...]:
+    """Kind of each layer; where the config has no list, every fourth layer is attention."""
+    interval = raw.get("full_attention_interval", 4)
+    default = [DELTA if (i + 1) % interval else ATTENTION for i in range(raw["num_hidden_layers"])]
+    return tuple(raw.get("layer_types") or default)
+
+
+def delta_shape(raw: dict) -> DeltaShape:
+    """Shapes of the delta net in a config."""
+    return DeltaShape(
+        key_heads=raw["linear_num_key_heads"],
+        value_heads=raw["linear_num_value_heads"],
+        key_dim=raw["linear_key_head_dim"],
+        value_dim=raw["linear_value_head_dim"],
+        kernel=raw["linear_conv_kernel_dim"],
+    )

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from yardstick.models.config import ModelConfig, layer_name
-from yardstick.models.layers import rms_norm, rotary_table, run_block
+from yardstick.models.config import ModelConfig
+from yardstick.models.layers import run_block
+from yardstick.models.parts import norm, rotary_table
 from yardstick.sources.base import TensorSource
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,12 +38,17 @@ def load_layer(
     source: TensorSource, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """All tensors of one layer under their short names, in the compute type."""
-    return {name: source.get(layer_name(layer, name)).to(device=device, dtype=dtype) for name in config.layer_tensors()}
+    return {
+        name: source.get(config.layer_name(layer, name)).to(device=device, dtype=dtype)
+        for name in config.layer_tensors(layer)
+    }
 
 
-def embed(source: TensorSource, input_ids: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def embed(
+    source: TensorSource, config: ModelConfig, input_ids: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Hidden states [chunks, length, hidden] before the first layer."""
-    table = source.get("model.embed_tokens.weight")
+    table = source.get(config.embedding_name)
     return table[input_ids.long()].to(device=device, dtype=dtype)
 
 
@@ -61,16 +67,16 @@ def final_hidden_states(
     """
     device = pick_device()
     length = input_ids.shape[1]
-    hidden = embed(source, input_ids, dtype, device)
+    hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, length, device, dtype)
     for layer in range(config.num_layers):
         weights = load_layer(source, config, layer, dtype, device)
         for start in range(0, len(hidden), batch_chunks):
             batch = slice(start, start + batch_chunks)
-            hidden[batch] = run_block(hidden[batch], weights, config, rotary)
+            hidden[batch] = run_block(hidden[batch], weights, config, config.layer_kind(layer), rotary)
             on_tokens(hidden[batch].shape[0] * length)
-    gain = source.get("model.norm.weight").to(device=device, dtype=dtype)
-    return rms_norm(hidden, gain, config.rms_norm_eps)
+    gain = source.get(config.final_norm_name).to(device=device, dtype=dtype)
+    return norm(hidden, gain, config)
 
 
 def head_weight(source: TensorSource, config: ModelConfig) -> torch.Tensor:

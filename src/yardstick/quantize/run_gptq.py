@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from yardstick.corpora.load import load_calibration
-from yardstick.models.config import ModelConfig, layer_name
-from yardstick.models.layers import block_stages, rms_norm, rotary_table, run_block
+from yardstick.models.config import ModelConfig
+from yardstick.models.layers import block_stages, run_block
+from yardstick.models.parts import norm, rotary_table
 from yardstick.models.prefill import embed, load_layer, pick_device
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
@@ -81,7 +82,7 @@ def quantize_model(
     device, dtype = pick_device(), torch.float32
     run = GptqRun(recipe, writer)
     input_ids = load_calibration(calibration)
-    hidden = embed(source, input_ids, dtype, device)
+    hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
     with progress("gptq", input_ids.numel(), passes=config.num_layers) as done:
@@ -90,7 +91,7 @@ def quantize_model(
                 weights = stored_layer(writer, shard, config, layer, device)
                 for start in range(0, len(hidden), SEQUENCES_AT_ONCE):
                     batch = slice(start, start + SEQUENCES_AT_ONCE)
-                    hidden[batch] = run_block(hidden[batch], weights, config, rotary)
+                    hidden[batch] = run_block(hidden[batch], weights, config, config.layer_kind(layer), rotary)
             else:
                 weights = load_layer(source, config, layer, dtype, device)
                 hidden = quantize_layer(run, source, config, layer, weights, hidden, rotary)
@@ -108,7 +109,7 @@ def quantize_layer(
 ) -> torch.Tensor:
     """Quantize one layer stage by stage; returns its output on the calibration sequences."""
     batches = [
-        block_stages(hidden[start : start + SEQUENCES_AT_ONCE], weights, config, rotary)
+        block_stages(hidden[start : start + SEQUENCES_AT_ONCE], weights, config, config.layer_kind(layer), rotary)
         for start in range(0, len(hidden), SEQUENCES_AT_ONCE)
     ]
     names_of_quantized = set()
@@ -125,34 +126,34 @@ def quantize_layer(
             del inputs
         if hessian is None:
             break
-        chosen = [name for name in names if not run.kept(layer_name(layer, f"{name}.weight"))]
+        chosen = [name for name in names if not run.kept(config.layer_name(layer, f"{name}.weight"))]
         if chosen:
             restored = run.quantize_together(
-                [layer_name(layer, f"{name}.weight") for name in chosen],
+                [config.layer_name(layer, f"{name}.weight") for name in chosen],
                 [weights[f"{name}.weight"] for name in chosen],
                 hessian,
             )
             for name, matrix in zip(chosen, restored, strict=True):
                 weights[f"{name}.weight"] = matrix
                 names_of_quantized.add(f"{name}.weight")
-    for name in config.layer_tensors():
+    for name in config.layer_tensors(layer):
         if name not in names_of_quantized:
-            run.writer.add_plain(layer_name(layer, name), source.get(layer_name(layer, name)))
+            run.writer.add_plain(config.layer_name(layer, name), source.get(config.layer_name(layer, name)))
     return torch.cat(outputs)
 
 
 def quantize_rest(run: GptqRun, source: TensorSource, config: ModelConfig, hidden: torch.Tensor) -> None:
     """The output head on final-normed states; embedding and final norm as they are."""
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+    for name in (config.embedding_name, config.final_norm_name):
         run.writer.add_plain(name, source.get(name))
     head = source.get(config.head_name)
     if run.kept("lm_head.weight"):
         if not config.tied_head:  # a tied head that stays bf16 stays tied
             run.writer.add_plain("lm_head.weight", head)
         return
-    gain = source.get("model.norm.weight").to(device=hidden.device, dtype=hidden.dtype)
+    gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
     hessian = Hessian(hidden.shape[-1], hidden.device)
-    hessian.add(rms_norm(hidden, gain, config.rms_norm_eps))
+    hessian.add(norm(hidden, gain, config))
     run.quantize_together(["lm_head.weight"], [head.to(hidden.device)], hessian)
 
 
@@ -160,8 +161,8 @@ def stored_layer(writer: PackedWriter, shard: str, config: ModelConfig, layer: i
     """A finished layer as the quantizer left it: fp32 under short names."""
     tensors, schemes = writer.read_shard(shard)
     weights = {}
-    for short in config.layer_tensors():
-        name = layer_name(layer, short)
+    for short in config.layer_tensors(layer):
+        name = config.layer_name(layer, short)
         packed = name in schemes
         value = decode_matrix(tensors.__getitem__, name, schemes[name]) if packed else tensors[name].float()
         weights[short] = value.to(device)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from yardstick.models.config import ModelConfig, layer_name
+from yardstick.models.config import ModelConfig
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.grid import Grid, round_to_nearest
@@ -18,8 +18,8 @@ def quantize_model(
     keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
     shards: dict[str, list[str]] = {f"layer-{i:05d}": [] for i in range(config.num_layers)}
     for layer, names in enumerate(shards.values()):
-        names.extend(layer_name(layer, name) for name in config.layer_tensors())
-    shards["rest"] = sorted({"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"})
+        names.extend(config.layer_name(layer, name) for name in config.layer_tensors(layer))
+    shards["rest"] = [config.embedding_name, config.final_norm_name, "lm_head.weight"]
     matrices = {*config.body_matrices(), "lm_head.weight"}
     with progress(f"rtn g{grid.group_size}", len(shards), "shard") as done:
         for shard, names in shards.items():

@@ -11,8 +11,9 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.files import atomic_path
-from yardstick.models.config import ModelConfig, layer_name
-from yardstick.models.layers import block_stages, rotary_table
+from yardstick.models.config import ModelConfig
+from yardstick.models.layers import block_stages
+from yardstick.models.parts import rotary_table
 from yardstick.models.prefill import embed, load_layer, pick_device
 from yardstick.sources.base import TensorSource
 from yardstick.sources.gguf import gguf_name
@@ -28,14 +29,14 @@ def column_square_sums(
 ) -> dict[str, torch.Tensor]:
     """Sum of squares of each input column of every body matrix, fp32 [in], by Hugging Face name."""
     device, dtype = pick_device(), torch.float32
-    hidden = embed(source, input_ids, dtype, device)
+    hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     sums: dict[str, torch.Tensor] = {}
     for layer in range(config.num_layers):
         weights = load_layer(source, config, layer, dtype, device)
         for start in range(0, len(hidden), batch):
             rows = slice(start, start + batch)
-            stages = block_stages(hidden[rows], weights, config, rotary)
+            stages = block_stages(hidden[rows], weights, config, config.layer_kind(layer), rotary)
             while True:
                 try:
                     names, inputs = next(stages)
@@ -44,7 +45,7 @@ def column_square_sums(
                     break
                 squares = inputs.flatten(0, 1).square().sum(dim=0)
                 for name in names:
-                    key = layer_name(layer, f"{name}.weight")
+                    key = config.layer_name(layer, f"{name}.weight")
                     sums[key] = sums.get(key, 0) + squares
             on_tokens(hidden[rows].shape[0] * input_ids.shape[1])
     return sums

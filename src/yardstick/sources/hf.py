@@ -10,6 +10,8 @@ from yardstick.errors import YardstickError
 from yardstick.files import read_json
 from yardstick.sources.base import TensorInfo, TensorSource
 
+# parts of a checkpoint that the forward of its language model does not use
+NOT_MEASURED = {"model.visual.": "vision tower, not measured", "mtp.": "multi-token prediction head, not measured"}
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}
 
 
@@ -87,6 +89,11 @@ class HuggingFaceSource(TensorSource):
 
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
+
+    def ignored(self) -> dict[str, str]:
+        return {
+            name: reason for name in self._infos for prefix, reason in NOT_MEASURED.items() if name.startswith(prefix)
+        }
 
     def read(self, name: str) -> torch.Tensor:
         return self._reader.tensor(name)

@@ -1,0 +1,43 @@
+"""Causal grouped-query attention: plain, with biases, with query and key norms, with an output gate."""
+
+import torch
+import torch.nn.functional as F
+
+from yardstick.models.config import ModelConfig
+from yardstick.models.parts import Rotary, Stages, Weights, apply_rotary, linear, norm
+
+
+def attention_stages(normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary) -> Stages:
+    """Stages of the attention of one block, on normed states [batch, length, hidden]; see `layers.block_stages`."""
+    yield ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), normed
+    context = attention_context(normed, weights, config, rotary)
+    del normed
+    yield ("self_attn.o_proj",), context
+    return linear(context, weights, "self_attn.o_proj")
+
+
+def attention_context(normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary) -> torch.Tensor:
+    """Attention up to the input of o_proj: [batch, length, heads * head_dim]."""
+    batch, length, _ = normed.shape
+
+    def heads(name: str, count: int) -> torch.Tensor:
+        return linear(normed, weights, f"self_attn.{name}").view(batch, length, count, -1)
+
+    def rotated(states: torch.Tensor, gain: str) -> torch.Tensor:
+        if config.qk_norm:
+            states = norm(states, weights[f"self_attn.{gain}.weight"], config)
+        return apply_rotary(states.transpose(1, 2), rotary)
+
+    query, gate = heads("q_proj", config.num_heads), None
+    if config.gated_attention:  # each head's rows are its query, then its gate
+        query, gate = query.chunk(2, dim=-1)
+    query = rotated(query, "q_norm")
+    key = rotated(heads("k_proj", config.num_kv_heads), "k_norm")
+    value = heads("v_proj", config.num_kv_heads).transpose(1, 2)
+    repeats = config.num_heads // config.num_kv_heads
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    context = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    if gate is not None:
+        context = context * torch.sigmoid(gate)
+    return context.reshape(batch, length, -1)

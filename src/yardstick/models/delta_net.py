@@ -1,0 +1,121 @@
+"""Gated delta net (Yang et al. 2024, arXiv 2412.06464), as in Qwen3.5: linear attention with a decaying state.
+
+For each head, with query q, key k (both of unit length), value v, decay a = exp(g) and write strength beta:
+
+    S_t = a_t S_{t-1} + k_t (beta_t (v_t - a_t S_{t-1}^T k_t))^T,   o_t = S_t^T q_t / sqrt(key_dim)
+
+`recurrent_delta_rule` is this definition, one position at a time (decode). `chunked_delta_rule` gives the same for
+many positions at once (prefill): inside a chunk the writes depend on each other through a unit triangular system.
+All of it is fp32 whatever the weights are.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from yardstick.models.config import ModelConfig
+from yardstick.models.parts import Rotary, Stages, Weights, linear, normalize
+
+CHUNK = 64
+UNIT_EPS = 1e-6
+
+
+def delta_net_stages(normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary) -> Stages:
+    """Stages of the delta net of one block, on normed states [batch, length, hidden]; positions need no rotary."""
+    yield ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), normed
+    output = delta_net_output(normed, weights, config)
+    del normed
+    yield ("linear_attn.out_proj",), output
+    return linear(output, weights, "linear_attn.out_proj")
+
+
+def delta_net_output(normed: torch.Tensor, weights: Weights, config: ModelConfig) -> torch.Tensor:
+    """The delta net up to the input of out_proj: [batch, length, value_heads * value_dim]."""
+    shape, (batch, length, _) = config.delta, normed.shape
+    mixed = linear(normed, weights, "linear_attn.in_proj_qkv")
+    mixed = F.silu(causal_convolution(mixed, weights["linear_attn.conv1d.weight"]))
+    query, key, value = mixed.split((shape.keys, shape.keys, shape.values), dim=-1)
+    query = unit_length(query.reshape(batch, length, shape.key_heads, shape.key_dim))
+    key = unit_length(key.reshape(batch, length, shape.key_heads, shape.key_dim))
+    value = value.reshape(batch, length, shape.value_heads, shape.value_dim).float()
+    repeats = shape.value_heads // shape.key_heads
+    query, key = query.repeat_interleave(repeats, dim=2), key.repeat_interleave(repeats, dim=2)
+
+    beta = torch.sigmoid(linear(normed, weights, "linear_attn.in_proj_b")).float()
+    step = F.softplus(linear(normed, weights, "linear_attn.in_proj_a").float() + weights["linear_attn.dt_bias"].float())
+    log_decay = -weights["linear_attn.A_log"].float().exp() * step
+    states, _ = chunked_delta_rule(query, key, value, log_decay, beta)
+
+    gate = linear(normed, weights, "linear_attn.in_proj_z").view(states.shape)
+    # the gated norm's gain is w itself, unlike the 1 + w of the block's norms
+    states = weights["linear_attn.norm.weight"] * normalize(states.to(normed.dtype), config.rms_norm_eps).to(
+        normed.dtype
+    )
+    return (states * F.silu(gate.float())).to(normed.dtype).reshape(batch, length, -1)
+
+
+def causal_convolution(inputs: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+    """Each channel of [batch, length, channels] through its own kernel [channels, 1, width], looking back only."""
+    channels, _, width = kernel.shape
+    padded = F.pad(inputs.transpose(1, 2), (width - 1, 0))
+    return F.conv1d(padded, kernel, groups=channels).transpose(1, 2)
+
+
+def unit_length(states: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension, in fp32."""
+    states = states.float()
+    return states * torch.rsqrt(torch.linalg.vecdot(states, states) + UNIT_EPS).unsqueeze(-1)
+
+
+def recurrent_delta_rule(query, key, value, log_decay, beta, state=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition, one position at a time.
+
+    Args:
+        query, key: fp32 [batch, length, heads, key_dim], of unit length.
+        value: fp32 [batch, length, heads, value_dim].
+        log_decay, beta: fp32 [batch, length, heads]; log_decay <= 0.
+        state: [batch, heads, key_dim, value_dim] from earlier positions, or None.
+
+    Returns:
+        outputs [batch, length, heads, value_dim] and the last state.
+    """
+    state = _initial_state(key, value) if state is None else state
+    outputs = []
+    for t in range(query.shape[1]):
+        state = state * log_decay[:, t, :, None, None].exp()
+        known = torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        change = beta[:, t, :, None] * (value[:, t] - known)
+        state = state + key[:, t, :, :, None] * change[:, :, None, :]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) * query.shape[-1] ** -0.5)
+    return torch.stack(outputs, dim=1), state
+
+
+def chunked_delta_rule(query, key, value, log_decay, beta, state=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `recurrent_delta_rule`, by chunks of 64 positions; a last chunk may be short.
+
+    With G the running sum of log_decay inside a chunk and D_ij = exp(G_i - G_j) for j <= i, the writes u solve
+    (I + tril(beta k k^T * D, -1)) u = beta (v - exp(G) k S), and the outputs are exp(G) q S + (q k^T * D) u.
+    """
+    state = _initial_state(key, value) if state is None else state
+    query = query * query.shape[-1] ** -0.5
+    outputs = []
+    for start in range(0, query.shape[1], CHUNK):
+        # [batch, heads, chunk, ...]
+        q, k, v = (x[:, start : start + CHUNK].transpose(1, 2) for x in (query, key, value))
+        b = beta[:, start : start + CHUNK].transpose(1, 2).unsqueeze(-1)
+        total = log_decay[:, start : start + CHUNK].transpose(1, 2).cumsum(dim=-1)
+        span = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).tril()
+        # masked before the exponential: above the diagonal it would overflow
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~span, -torch.inf).exp()
+        since_start = total.exp().unsqueeze(-1)
+        system = (k @ k.transpose(-1, -2)) * decay * b
+        target = b * (v - since_start * (k @ state))
+        writes = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+        outputs.append(since_start * (q @ state) + ((q @ k.transpose(-1, -2)) * decay) @ writes)
+        until_end = (total[..., -1:] - total).exp().unsqueeze(-1)
+        state = state * total[..., -1, None, None].exp() + (k * until_end).transpose(-1, -2) @ writes
+    return torch.cat(outputs, dim=2).transpose(1, 2), state
+
+
+def _initial_state(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    batch, _, heads, key_dim = key.shape
+    return torch.zeros(batch, heads, key_dim, value.shape[-1], device=key.device)
