@@ -4,7 +4,8 @@ Memory is one layer plus the hidden states of all chunks, and every weight is re
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -44,6 +45,20 @@ def load_layer(
     }
 
 
+def layers_ahead(
+    source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """(number, weights) of each layer in turn; the next one is read on a thread while the caller uses this one."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(load_layer, source, config, 0, dtype, device)
+        for layer in range(config.num_layers):
+            weights = waiting.result()
+            if layer + 1 < config.num_layers:
+                waiting = pool.submit(load_layer, source, config, layer + 1, dtype, device)
+            yield layer, weights
+            del weights  # or three layers would be alive at once
+
+
 def embed(
     source: TensorSource, config: ModelConfig, input_ids: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -69,8 +84,7 @@ def final_hidden_states(
     length = input_ids.shape[1]
     hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, length, device, dtype)
-    for layer in range(config.num_layers):
-        weights = load_layer(source, config, layer, dtype, device)
+    for layer, weights in layers_ahead(source, config, dtype, device):
         for start in range(0, len(hidden), batch_chunks):
             batch = slice(start, start + batch_chunks)
             hidden[batch] = run_block(hidden[batch], weights, config, config.layer_kind(layer), rotary)

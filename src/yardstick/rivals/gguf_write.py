@@ -10,6 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter, RopeScalingType
 
+from yardstick.errors import YardstickError
 from yardstick.files import atomic_path, read_json
 from yardstick.models.config import ModelConfig
 from yardstick.rivals.gguf_types import MIXES, tensor_type
@@ -46,6 +47,9 @@ def write_gguf(
     Raises:
         YardstickError: a tensor has no GGUF name, or its width fits no type.
     """
+    if config.family not in ROTARY_PERMUTED:
+        known = ", ".join(ROTARY_PERMUTED)
+        raise YardstickError(f"rival {mix}: a {config.family} model cannot be written as GGUF yet (supported: {known})")
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if ROTARY_PERMUTED[config.family] else {}
     types: dict[str, str] = {}
     with atomic_path(path) as temporary, ThreadPoolExecutor(threads) as pool:

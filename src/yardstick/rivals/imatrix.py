@@ -14,7 +14,7 @@ from yardstick.files import atomic_path
 from yardstick.models.config import ModelConfig
 from yardstick.models.layers import block_stages
 from yardstick.models.parts import rotary_table
-from yardstick.models.prefill import embed, load_layer, pick_device
+from yardstick.models.prefill import embed, layers_ahead, pick_device
 from yardstick.sources.base import TensorSource
 from yardstick.sources.gguf import gguf_name
 from yardstick.sources.gguf_file import GgufFile
@@ -32,8 +32,7 @@ def column_square_sums(
     hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     sums: dict[str, torch.Tensor] = {}
-    for layer in range(config.num_layers):
-        weights = load_layer(source, config, layer, dtype, device)
+    for layer, weights in layers_ahead(source, config, dtype, device):
         for start in range(0, len(hidden), batch):
             rows = slice(start, start + batch)
             stages = block_stages(hidden[rows], weights, config, config.layer_kind(layer), rotary)
