@@ -65,7 +65,7 @@ def main() -> None:
     print(f"one evaluation of {RIVAL}: forward {forward:.1f} s, comparison {comparison:.1f} s, {positions} positions")
     print(f"fp32 matrix products here: {rate / 1e9:.0f} GFLOP/s")
     for name, operations in (("body, both heads", linear + heads), ("and attention", linear + heads + attention)):
-        print(f"time / matmul time ({name}): {total / (operations / rate):.2f}   (target 1.25)")
+        print(f"time / matmul time ({name}): {total / (operations / rate):.2f}   (target 1.25 for body and heads)")
 
     half = length // 2
     seconds = [timed_logits(path, row.numpy(), half)[1] for row in windows.inputs[:3]]

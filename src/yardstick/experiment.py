@@ -1,6 +1,7 @@
 """The experiment that a config describes: validated, defaults filled in, candidates by name."""
 
 import copy
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ NOISE_FLOORS = {
 }
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
 RESERVED = {"reference"}
+RESERVED_MODELS = {"plots", "table.md", "quantization.md"}
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,14 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
     config = copy.deepcopy(dict(config))
     _check(config, schema, schema, "config")
     experiment = Experiment(config)
-    if "plots" in experiment.models:
-        raise YardstickError("config: model name plots is reserved")
+    for name, model in experiment.models.items():
+        if name in RESERVED_MODELS:
+            raise YardstickError(f"config: model name {name} is reserved")
+        if model["corpora_pin"] and not Path(model["corpora_pin"]).is_file():
+            raise YardstickError(f"config: models.{name}.corpora_pin: {model['corpora_pin']}: no such file")
+    for part in ("evaluation", "calibration"):
+        if "file" in config["corpora"][part]["texts"]:  # numpy keeps that name for itself
+            raise YardstickError(f"config: corpora.{part}.texts: name file is reserved")
     names = [*experiment.variants, *experiment.rivals]
     for name in names:
         if name in RESERVED or name in NOISE_FLOORS:
@@ -105,7 +113,7 @@ def _check(value: Any, schema: dict, root: dict, where: str) -> None:
         schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
     if "x-kinds" in schema:
         kinds, key = root["$defs"][schema["x-kinds"]], schema["x-key"]
-        if not isinstance(value, dict) or value.get(key) not in kinds:
+        if not isinstance(value, dict) or not isinstance(value.get(key), str) or value[key] not in kinds:
             found = value.get(key) if isinstance(value, dict) else value
             raise YardstickError(f"{where}.{key}: must be one of {', '.join(kinds)} (got {found!r})")
         schema = kinds[value[key]]
@@ -130,6 +138,8 @@ def _check(value: Any, schema: dict, root: dict, where: str) -> None:
         if len(value) < schema.get("minProperties", 0):
             raise YardstickError(f"{where}: must not be empty")
         return
+    if isinstance(value, float) and (schema.get("type") == "integer" or not math.isfinite(value)):
+        raise YardstickError(f"{where}: {value} is not {'an integer' if math.isfinite(value) else 'a finite number'}")
     plain = {key: rule for key, rule in schema.items() if not key.startswith("x-")}
     error = next(jsonschema.Draft202012Validator(plain).iter_errors(value), None)
     if error:

@@ -54,18 +54,24 @@ def one_key_metadata(value: Any) -> dict[str, str]:
     return {"yardstick": canonical_json(value)}
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON.
+def read_json(path: Path, *keys: str) -> dict[str, Any]:
+    """Read a JSON object that must hold `keys`.
 
     Raises:
-        YardstickError: the file is missing or is not JSON.
+        YardstickError: the file is missing, is not JSON or not an object, or lacks a key.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise YardstickError(f"{path}: no such file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise YardstickError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise YardstickError(f"{path}: damaged: holds a {type(value).__name__}, not an object")
+    missing = [key for key in keys if key not in value]
+    if missing:
+        raise YardstickError(f"{path}: damaged: key {missing[0]!r} is missing")
+    return value
 
 
 def sha256_text(text: str) -> str:

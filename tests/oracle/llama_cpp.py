@@ -60,6 +60,9 @@ def _library() -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, pointer)(lambda *_: None)
+    library.llama_log_set(silent, None)
+    library.keep_alive = silent
     library.llama_backend_init()
     return library
 

@@ -67,6 +67,15 @@ def test_default_config_is_whole():
             "config.corpora.evaluation.texts.prose.source.kind: must be",
         ),
         ("corpora/evaluation/texts/prose/chunks", 0, "config.corpora.evaluation.texts.prose.chunks: 0 is less than"),
+        ("variants/rtn-g32/group_size", 64.0, "config.variants.rtn-g32.group_size: 64.0 is not an integer"),
+        ("variants/gptq-g128/damping", float("nan"), "config.variants.gptq-g128.damping: nan is not a finite number"),
+        ("variants/rtn-g32/method", ["rtn"], "config.variants.rtn-g32.method: must be one of"),
+        (
+            "models/smollm2-135m/corpora_pin",
+            "no/pin.json",
+            "models.smollm2-135m.corpora_pin: no/pin.json: no such file",
+        ),
+        ("models/table.md", {"kind": "local", "path": "x"}, "model name table.md is reserved"),
         ("evaluation/dtype", "float8", "config.evaluation.dtype: 'float8' is not one of"),
         ("baseline", "gptq-g96", "config: baseline: 'gptq-g96' is not a variant or rival"),
         ("bar", None, "config: key 'bar' is missing"),
@@ -86,6 +95,15 @@ def test_unknown_targets_are_named():
     check_targets(["results/quality/plots/smollm2-135m/kl-bits.png"], experiment)
     with pytest.raises(YardstickError, match="the config has no candidate gptq-g96"):
         check_targets(["results/quality/smollm2-135m/gptq-g96/summary.json"], experiment)
+    for target, named in (
+        ("./results/quality/smollm2-135m/gptq-g96/summary.json", "no candidate gptq-g96"),
+        ("results/quality/smollm2-135m/gptq-g128/sumary.json", "no such file is made there"),
+        ("results/quality/tabel.md", "no such file is made there"),
+        ("results/quality/plots/llama-9b/kl-bits.png", "no model llama-9b"),
+        ("data/quality/llama-9b/chunks.npz", "no model llama-9b"),
+    ):
+        with pytest.raises(YardstickError, match=named):
+            check_targets([target], experiment)
     with pytest.raises(YardstickError, match="the config has no model llama-9b"):
         check_targets(["results/quality/llama-9b/gptq-g128/summary.json"], experiment)
 

@@ -64,7 +64,10 @@ def test_verdict_follows_the_numbers(results):
     loaded = load_results(results, "m", RECIPE)
     assert verdict(loaded).endswith("the bar is met.")
     turned = load_results(results, "m", RECIPE | {"baseline": "rival", "bar": "good"})
-    assert "the bar is not met (2.5 times its KL)" in verdict(turned)
+    assert "the bar is not met (2.50 times its KL)" in verdict(turned)
+    exact = load_results(results, "m", RECIPE | {"bar": "noise-hf"})
+    exact.row("noise-hf").summary["kl"]["mean"] = 0.0
+    assert verdict(exact).endswith("the bar is not met.")
     broken = load_results(results, "m", RECIPE | {"bar": "bad"})
     assert "cannot be judged: bad failed" in verdict(broken)
 

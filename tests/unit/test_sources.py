@@ -6,6 +6,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from yardstick.errors import YardstickError
+from yardstick.files import sha256_file, write_json
+from yardstick.models.config import load_config
+from yardstick.models.folder import model_folder
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.pack import dequantize
@@ -125,8 +128,60 @@ def test_packed_checkpoint_that_lost_a_part_is_refused(tmp_path):
     tensors = load_file(path)
     del tensors["x.weight_minima"]
     save_file(tensors, path)
+    with pytest.raises(YardstickError, match="only.safetensors: is not the shard that its index was written for"):
+        open_source(f"packed:{tmp_path / 'packed'}")
+    index = tmp_path / "packed" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["metadata"]["yardstick"]["sha256"]  # an index that vouches for nothing
+    index.write_text(json.dumps(content))
     with pytest.raises(YardstickError, match="tensor x.weight_minima is missing"):
         open_source(f"packed:{tmp_path / 'packed'}")
+
+
+def test_a_damaged_shard_is_not_measured(tmp_path):
+    packed_checkpoint(tmp_path, torch.randn(6, 70), 32)
+    path = tmp_path / "packed" / "only.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 0x55
+    path.write_bytes(data)
+    with pytest.raises(YardstickError, match="only.safetensors: is not the shard"):
+        open_source(f"packed:{tmp_path / 'packed'}")
+
+
+def test_a_model_file_that_changed_is_not_used(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "x").write_bytes(b"one")
+    manifest = tmp_path / "manifest.json"
+    write_json(manifest, {"folder": "model", "files": {"x": sha256_file(tmp_path / "model" / "x")}})
+    assert model_folder(manifest) == tmp_path / "model"
+    (tmp_path / "model" / "x").write_bytes(b"two")
+    with pytest.raises(YardstickError, match="file x is not the one that .* was made of"):
+        model_folder(manifest)
+    for content, message in (("{}", "key 'folder' is missing"), ("[]", "holds a list"), ("{", "not valid JSON")):
+        manifest.write_text(content)
+        with pytest.raises(YardstickError, match=message):
+            model_folder(manifest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling = linear is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type = llama3 is not supported"),
+        ({"rope_parameters": "x"}, "must be objects"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types = mixed is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = True is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu is not supported"),
+        ({"rms_norm_eps": None}, "a value is missing or not of its kind|key 'rms_norm_eps'"),
+        ({"num_attention_heads": 0, "head_dim": None}, "a value is missing or not of its kind"),
+        ({"model_type": "mamba"}, "model_type mamba is not supported"),
+    ],
+)
+def test_a_config_that_the_forward_does_not_follow_is_refused(tiny_llama, tmp_path, changes, message):
+    raw = json.loads((tiny_llama / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(YardstickError, match=message):
+        load_config(tmp_path)
 
 
 def test_a_shard_of_another_recipe_is_not_resumed_from(tmp_path):

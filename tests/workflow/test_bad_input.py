@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.workflow.conftest import make_tree
+from yardstick.files import sha256_file
 
 
 def message(result) -> str:
@@ -48,6 +49,23 @@ def test_unknown_key_and_unknown_variant(tree):
     assert line == (
         "yardstick: config.variants.rtn-g32: unknown key 'groups' (known: method, group_size, mse, keep_bf16)"
     )
+
+
+def test_a_pattern_that_keeps_nothing(tree):
+    tree.config["variants"]["rtn-g32"]["keep_bf16"] = "down_prij"
+    tree.write_config()
+    line = message(tree.run("results/quality/tiny/rtn-g32/summary.json"))
+    assert "keep_bf16: 'down_prij' is found in no matrix name" in line
+
+
+def test_an_edited_text_file_is_noticed(tree):
+    (tree.folder / "text.txt").write_text("one two three four five six seven eight nine ten " * 200)
+    source = {"kind": "file", "path": "text.txt"}
+    tree.config["corpora"]["evaluation"]["texts"]["more"]["source"] = source
+    tree.write_config()
+    tree.must_run("data/quality/tiny/chunks.npz")
+    (tree.folder / "text.txt").write_text("ten nine eight seven six five four three two one " * 200)
+    assert "Building the corpora for tiny" in tree.planned()
 
 
 def test_a_model_folder_that_is_not_there(tmp_path, tiny_model):
@@ -191,7 +209,9 @@ def test_an_overflow_is_a_failed_row_not_an_average(tree):
     tensors["model.layers.1.mlp.down_proj.weight_minima"].fill_(-1e36)
     save_file(tensors, path, metadata=metadata)
     index = folder / "model.safetensors.index.json"
-    index.write_text(index.read_text() + "\n")
+    content = json.loads(index.read_text())
+    content["metadata"]["yardstick"]["sha256"][path.name] = sha256_file(path)  # not damage: a bad quantizer
+    index.write_text(json.dumps(content))
     tree.must_run()
     found = json.loads((tree.folder / "results/quality/tiny/rtn-g32/summary.json").read_text())
     positions = pd.read_parquet(tree.folder / "results/quality/tiny/rtn-g32/positions.parquet")

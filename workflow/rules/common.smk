@@ -62,6 +62,13 @@ def pinned_manifest(wildcards):
     return [pin] if pin else []
 
 
+def text_files(wildcards):
+    """Texts that lie on this machine: an edit of them reruns everything that follows."""
+    corpora = EXPERIMENT.config["corpora"]
+    texts = [text for part in ("evaluation", "calibration") for text in corpora[part]["texts"].values()]
+    return [text["source"]["path"] for text in texts if text["source"]["kind"] == "file"]
+
+
 def method_code(wildcards):
     return code("yardstick.cli.quantize", method_module(EXPERIMENT.variants[wildcards.variant]["method"]))
 

@@ -6,6 +6,7 @@ rule build_corpora:
         code=code("yardstick.cli.build_corpora"),
         model="data/models/{model}/manifest.json",
         pin=pinned_manifest,
+        texts=text_files,
     output:
         chunks="data/quality/{model}/chunks.npz",
         calibration="data/quality/{model}/calib.npz",

@@ -7,18 +7,38 @@ from tokenizers import Tokenizer
 
 from yardstick.cli.common import parser, run_step
 from yardstick.corpora.manifest import build_windows, require_same
+from yardstick.errors import YardstickError
 from yardstick.files import atomic_path, write_json
+from yardstick.models.config import load_config
 from yardstick.models.folder import model_folder
 
 
 def main(arguments) -> None:
-    tokenizer = Tokenizer.from_file(str(model_folder(arguments.model) / "tokenizer.json"))
-    chunks, sequences, manifest = build_windows(arguments.recipe, tokenizer, arguments.downloads)
+    folder = model_folder(arguments.model)
+    chunks, sequences, manifest = build_windows(arguments.recipe, load_tokenizer(folder), arguments.downloads)
+    rows, highest = (
+        load_config(folder).vocab_size,
+        max(int(ids.max()) for ids in (*chunks.values(), *sequences.values())),
+    )
+    if highest >= rows:
+        raise YardstickError(f"{folder}: the tokenizer gives id {highest}, the model has {rows} rows")
     if arguments.pin:
         require_same(manifest, arguments.pin)
     write_arrays(arguments.chunks, chunks)
     write_arrays(arguments.calibration, sequences)
     write_json(arguments.manifest, manifest)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder.
+
+    Raises:
+        YardstickError: tokenizer.json is damaged.
+    """
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise YardstickError(f"{folder / 'tokenizer.json'}: damaged ({' '.join(str(error).split())[:120]})") from None
 
 
 def write_arrays(target: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -1,5 +1,6 @@
 """Make a GGUF rival of a model with ggml's own quantizers."""
 
+import os
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
@@ -23,9 +24,10 @@ def main(arguments) -> None:
     importance = read_imatrix(arguments.imatrix) if arguments.imatrix else None
     if importance:
         check_widths(importance, config, arguments.imatrix)
+    threads = len(os.sched_getaffinity(0))  # rows are shared among them; the result does not change
     total = sum(shape[0] * shape[1] for shape in config.tensors().values() if len(shape) == 2)
     with progress(f"gguf {recipe['mix']}", total, "weight") as done:
-        types = write_gguf(arguments.output, source, config, folder, recipe["mix"], importance, arguments.threads, done)
+        types = write_gguf(arguments.output, source, config, folder, recipe["mix"], importance, threads, done)
     inputs = {"model": model_digest(arguments.model)}
     if arguments.imatrix:
         inputs["imatrix"] = sha256_file(arguments.imatrix)
@@ -60,7 +62,6 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--imatrix", type=Path, help="importance matrix, where the recipe uses one")
-    arguments.add_argument("--threads", type=int, default=1, help="rows are shared among these; results do not change")
     arguments.add_argument("--output", type=Path, required=True, help="GGUF file to write")
     arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
     run_step(main, arguments)

@@ -49,11 +49,11 @@ def run_step(step: Callable[[argparse.Namespace], Any], arguments: argparse.Argu
     parsed = arguments.parse_args()
     lock = _share_lock()
     log = None
-    if parsed.log:
-        parsed.log.parent.mkdir(parents=True, exist_ok=True)
-        log = open(parsed.log, "w", encoding="utf-8")  # noqa: SIM115 (closed at the end of the step)
-        sys.stderr = _Tee(sys.stderr, log)
     try:
+        if parsed.log:
+            parsed.log.parent.mkdir(parents=True, exist_ok=True)
+            log = open(parsed.log, "w", encoding="utf-8")  # noqa: SIM115 (closed at the end of the step)
+            sys.stderr = _Tee(sys.stderr, log)
         step(parsed)
     except Exception as error:
         message = user_message(error)
@@ -75,9 +75,17 @@ def user_message(error: Exception) -> str | None:
     if isinstance(error, YardstickError):
         return str(error)
     text = " ".join(str(error).split())
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         where = f" ({error.filename})" if error.filename else ""
         return f"cannot write{where}: {error.strerror or text}; nothing half-written was kept"
+    if isinstance(error, OSError) and error.errno in (
+        errno.EACCES,
+        errno.EIO,
+        errno.ENOTDIR,
+        errno.EEXIST,
+        errno.EISDIR,
+    ):
+        return f"cannot use {error.filename or 'a file'}: {error.strerror or text}"
     # safetensors and pyarrow wrap the system's error in their own
     if type(error).__name__ in ("SafetensorError", "ArrowInvalid", "OSError", "ArrowException"):
         for sign in ("No space left", "os error 28", "errno 28", "File too large", "os error 27"):

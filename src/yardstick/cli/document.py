@@ -12,7 +12,7 @@ def main(arguments) -> None:
     models = [
         (
             load_results(arguments.results, model, arguments.recipe),
-            read_json(arguments.corpora / model / "manifest.json"),
+            read_json(arguments.corpora / model / "manifest.json", "evaluation", "calibration"),
             arguments.results,
         )
         for model in arguments.recipe["models"]

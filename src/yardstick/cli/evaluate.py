@@ -36,7 +36,7 @@ def main(arguments) -> None:
     exact_arithmetic()
     recipe, folder = arguments.recipe["evaluate"], model_folder(arguments.model)
     config = load_config(folder)
-    vocabulary = read_json(arguments.corpora)["vocabulary"]
+    vocabulary = read_json(arguments.corpora, "vocabulary")["vocabulary"]
     checkpoint = arguments.checkpoint or folder
     # a sharded checkpoint is named by its index, whose folder the source opens
     source_path = checkpoint.parent if checkpoint.suffix == ".json" else checkpoint

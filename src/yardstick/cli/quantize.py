@@ -1,10 +1,12 @@
 """Make one quantized variant of a model: a packed int4 checkpoint, resumed layer by layer."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
 from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
 from yardstick.models.config import load_config
 from yardstick.models.folder import model_digest, model_folder
@@ -21,6 +23,9 @@ def main(arguments) -> None:
     recipe, folder = arguments.recipe, model_folder(arguments.model)
     source, config = HuggingFaceSource(folder), load_config(folder)
     audit_source(source, config.tensors())
+    matrices = [*config.body_matrices(), "lm_head.weight"]
+    if recipe["keep_bf16"] and not any(re.search(recipe["keep_bf16"], name) for name in matrices):
+        raise YardstickError(f"keep_bf16: {recipe['keep_bf16']!r} is found in no matrix name, such as {matrices[0]}")
     module = METHODS[recipe["method"]]
     inputs = {"model": model_digest(arguments.model)}
     if arguments.calibration:

@@ -9,9 +9,12 @@ from yardstick.files import read_json, write_json
 
 
 def main(arguments) -> None:
-    evaluation = read_json(arguments.evaluation)
+    evaluation = read_json(arguments.evaluation, "failed", "provenance")
     if not evaluation["failed"]:  # a failed row has no figures: a mean over bad positions would look like a result
-        evaluation |= summarize(read_positions(arguments.positions), arguments.recipe["seed"])
+        try:
+            evaluation |= summarize(read_positions(arguments.positions), arguments.recipe["seed"])
+        except OverflowError:
+            evaluation["failed"] = "the perplexity is too large for a number (mean NLL above 709)"
     evaluation["provenance"]["seed"] = arguments.recipe["seed"]
     write_json(arguments.output, evaluation)
 

@@ -1,7 +1,6 @@
 """What the Snakefile checks before Snakemake builds its graph: target names, and locks that a killed run left."""
 
 import fcntl
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -15,25 +14,38 @@ WITHOUT_JOBS = {"-n", "--dry-run", "--dryrun", "--lint", "--report", "--dag", "-
 WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-summary", "--unlock", "--archive"}
 
 
+CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint"}
+QUALITY_FILES = {"table.md", "quantization.md"}
+
+
 def check_targets(arguments: list[str], experiment: Experiment) -> None:
-    """Refuse a target of a model or candidate that the config does not name, before Snakemake does so less clearly.
+    """Refuse a target of a model, candidate or file that is not made, before Snakemake does so less clearly.
 
     Raises:
         YardstickError: names it, and what there is.
     """
     for argument in arguments:
-        found = re.match(r"results/quality/([^/]+)/(?:([^/]+)/)?[^/]*\.\w+", argument)
-        if not found:
+        parts = Path(argument).parts  # also takes off a leading ./
+        if parts[:2] not in (("results", "quality"), ("data", "quality")) or len(parts) < 3:
             continue
-        model, candidate = found.groups()
-        if model == "plots":
+        inside = parts[3:] if parts[2] == "plots" else parts[2:]
+        if len(inside) == 1 and parts[0] == "results":
+            if inside[0] not in QUALITY_FILES:
+                raise YardstickError(
+                    f"target {argument}: no such file is made there ({', '.join(sorted(QUALITY_FILES))})"
+                )
             continue
-        if model not in experiment.models:
+        if inside and inside[0] not in experiment.models:
             known = ", ".join(experiment.models)
-            raise YardstickError(f"target {argument}: the config has no model {model} (known: {known})")
-        if candidate and candidate != "reference" and candidate not in experiment.candidates:
+            raise YardstickError(f"target {argument}: the config has no model {inside[0]} (known: {known})")
+        if parts[0] == "data" or parts[2] == "plots" or len(inside) < 3 or inside[1] == "reference":
+            continue
+        if inside[1] not in experiment.candidates:
             known = ", ".join(experiment.candidates)
-            raise YardstickError(f"target {argument}: the config has no candidate {candidate} (known: {known})")
+            raise YardstickError(f"target {argument}: the config has no candidate {inside[1]} (known: {known})")
+        if inside[2] not in CANDIDATE_FILES:
+            known = ", ".join(sorted(CANDIDATE_FILES))
+            raise YardstickError(f"target {argument}: no such file is made there ({known})")
 
 
 def release_stale_lock(arguments: list[str]):

@@ -33,7 +33,7 @@ def load_windows(path: Path) -> EvaluationWindows:
     """
     arrays = _load_arrays(path)
     names = [name for name, rows in arrays.items() for _ in range(len(rows))]
-    return EvaluationWindows(torch.from_numpy(np.concatenate(list(arrays.values()))).long(), names)
+    return EvaluationWindows(_join(path, arrays), names)
 
 
 def load_calibration(path: Path) -> torch.Tensor:
@@ -42,7 +42,13 @@ def load_calibration(path: Path) -> torch.Tensor:
     Raises:
         YardstickError: missing or damaged.
     """
-    return torch.from_numpy(np.concatenate(list(_load_arrays(path).values()))).long()
+    return _join(path, _load_arrays(path))
+
+
+def _join(path: Path, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+    if len({rows.shape[1:] for rows in arrays.values()}) != 1 or any(rows.ndim != 2 for rows in arrays.values()):
+        raise YardstickError(f"{path}: damaged: its windows are not all of one length")
+    return torch.from_numpy(np.concatenate(list(arrays.values()))).long()
 
 
 def _load_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -77,16 +77,21 @@ def require_same(manifest: dict, pinned_path: Path) -> None:
     Raises:
         YardstickError: says which corpus differs, and in what.
     """
-    pinned = read_json(pinned_path)
+    pinned = read_json(pinned_path, "bos", "vocabulary", "evaluation", "calibration")
+    for key in ("bos", "vocabulary"):
+        if manifest[key] != pinned[key]:
+            raise YardstickError(
+                f"corpora: {key} of the tokenizer is {manifest[key]}, {pinned_path} pins {pinned[key]}"
+            )
     for part in ("evaluation", "calibration"):
         for name in sorted(set(pinned[part]) | set(manifest[part])):
             if name not in pinned[part] or name not in manifest[part]:
                 where = "the config" if name not in manifest[part] else str(pinned_path)
-                raise YardstickError(f"corpora: {part}.{name} is not in {where}; remove corpora.pin or make a new pin")
+                raise YardstickError(f"corpora: {part}.{name} is not in {where}; remove corpora_pin or make a new pin")
             ours, theirs = manifest[part][name], pinned[part][name]
             for field in EXPLAINING:
-                if ours[field] != theirs[field]:
+                if ours[field] != theirs.get(field):
                     raise YardstickError(
                         f"corpora: {part}.{name} ({ours['origin']}): {field} is {ours[field]}, {pinned_path} pins "
-                        f"{theirs[field]}; numbers would not be comparable"
+                        f"{theirs.get(field)}; numbers would not be comparable"
                     )

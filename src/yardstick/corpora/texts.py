@@ -93,8 +93,13 @@ def _read_package(source: dict, downloads: Path) -> Text:
     if found.split("+")[0] != version:
         raise YardstickError(f"package {package} has version {found}, the corpus is pinned to {version}")
     spec = importlib.util.find_spec(package)
+    if spec is None or not spec.origin:
+        raise YardstickError(f"package {package} has no module of that name to read sources of")
     root = Path(spec.origin).parent.parent
-    paths = sorted({path for pattern in source["files"] for path in root.glob(pattern)})
+    outside = [pattern for pattern in source["files"] if pattern.startswith("/") or ".." in pattern]
+    if outside:
+        raise YardstickError(f"package {package}: pattern {outside[0]} must lie below the package's parent folder")
+    paths = sorted({path for pattern in source["files"] for path in root.glob(pattern) if path.is_file()})
     if not paths:
         raise YardstickError(f"package {package}=={version}: no file matches {', '.join(source['files'])}")
     parts = [decode(path.read_bytes(), str(path)) for path in paths]

@@ -17,7 +17,7 @@ def bos_id(tokenizer: Tokenizer) -> int | None:
     """The id that the tokenizer itself puts before a text, or None."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     full = tokenizer.encode("a", add_special_tokens=True).ids
-    return full[0] if len(full) > len(plain) and full[0] != plain[0] else None
+    return full[0] if len(full) > len(plain) and full[:1] != plain[:1] else None
 
 
 def cut_windows(

@@ -170,7 +170,7 @@ def load_config(folder: Path) -> ModelConfig:
         family = raw.get("model_type")
     if family not in FAMILIES:
         raise YardstickError(f"{path}: model_type {family} is not supported (supported: {', '.join(FAMILIES)})")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = raw.get("rope_parameters") or {}
     hybrid = family == "qwen3_5_text"
     check_options(path, raw, rope, hybrid)
     try:
@@ -178,15 +178,15 @@ def load_config(folder: Path) -> ModelConfig:
         factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25 if hybrid else 1.0))
         return ModelConfig(
             family=family,
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=raw["num_attention_heads"],
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=int(raw["num_attention_heads"]),
             num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
             head_dim=head_dim,
-            vocab_size=raw["vocab_size"],
-            rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta"))),
+            vocab_size=int(raw["vocab_size"]),
+            rms_norm_eps=float(raw["rms_norm_eps"]),
+            rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else raw["rope_theta"]),
             tied_head=bool(raw.get("tie_word_embeddings", False)),
             rotary_dim=int(head_dim * factor),
             layer_kinds=hybrid_layers(raw) if hybrid else None,
@@ -194,8 +194,10 @@ def load_config(folder: Path) -> ModelConfig:
             prefix=prefix,
             **FAMILIES[family],
         )
-    except (KeyError, TypeError) as error:
-        raise YardstickError(f"{path}: key {error} is missing or has no value") from None
+    except KeyError as error:
+        raise YardstickError(f"{path}: key {error} is missing") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise YardstickError(f"{path}: a value is missing or not of its kind ({error})") from None
 
 
 def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
@@ -204,8 +206,16 @@ def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
     Raises:
         YardstickError: names the option, its value and the supported one.
     """
+    scaling = raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or not isinstance(scaling, dict):
+        raise YardstickError(f"{path}: rope_parameters and rope_scaling must be objects")
+    plain_layers = hybrid or set(raw.get("layer_types") or [ATTENTION]) == {ATTENTION}
     unsupported = {
         "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
+        "rope_scaling": (scaling.get("rope_type", scaling.get("type", "default")), "default"),
+        "layer_types": ("full_attention everywhere" if plain_layers else "mixed", "full_attention everywhere"),
+        "no_rope_layers": (raw.get("no_rope_layers") or None, None),
+        "quantization_config": (bool(raw.get("quantization_config")), False),
         "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
         "mlp_bias": (bool(raw.get("mlp_bias")), False),
         "attention_bias": (bool(raw.get("attention_bias")), False),

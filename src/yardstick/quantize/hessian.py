@@ -51,12 +51,13 @@ def inverse_factor(hessian: torch.Tensor, damping: float, what: str) -> tuple[to
     mean_diagonal = float(matrix.diagonal()[~dead].mean())
     matrix = matrix + torch.diag(dead.double())
     identity = torch.eye(len(matrix), dtype=torch.float64, device=matrix.device)
-    while damping <= DAMPING_CAP:
+    while True:
         damped = matrix + damping * mean_diagonal * identity
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed):
                 return upper.float(), damping
-        damping = damping * DAMPING_RAISE if damping > 0 else 1e-4
-    raise YardstickError(f"{what}: the Hessian is not positive definite even with damping {DAMPING_CAP:g}")
+        if damping >= DAMPING_CAP:
+            raise YardstickError(f"{what}: the Hessian is not positive definite even with damping {damping:g}")
+        damping = min(damping * DAMPING_RAISE, DAMPING_CAP) if damping > 0 else 1e-4

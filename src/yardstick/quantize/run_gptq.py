@@ -138,7 +138,9 @@ def quantize_layer(
                 names_of_quantized.add(f"{name}.weight")
     for name in config.layer_tensors(layer):
         if name not in names_of_quantized:
-            run.writer.add_plain(config.layer_name(layer, name), source.get(config.layer_name(layer, name)))
+            tensor = source.get(config.layer_name(layer, name))
+            is_kept = name.removesuffix(".weight") in config.layer_linears(layer)
+            run.writer.add_plain(config.layer_name(layer, name), tensor.bfloat16() if is_kept else tensor)
     return torch.cat(outputs)
 
 
@@ -149,7 +151,7 @@ def quantize_rest(run: GptqRun, source: TensorSource, config: ModelConfig, hidde
     head = source.get(config.head_name)
     if run.kept("lm_head.weight"):
         if not config.tied_head:  # a tied head that stays bf16 stays tied
-            run.writer.add_plain("lm_head.weight", head)
+            run.writer.add_plain("lm_head.weight", head.bfloat16())
         return
     gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
     hessian = Hessian(hidden.shape[-1], hidden.device)

@@ -29,7 +29,7 @@ def quantize_model(
                     if name not in matrices or (keep and keep.search(name)):
                         # a tied head that stays bf16 stays tied
                         if not (name == "lm_head.weight" and config.tied_head):
-                            writer.add_plain(name, tensor)
+                            writer.add_plain(name, tensor.bfloat16() if name in matrices else tensor)
                         continue
                     codes, scales, minima = round_to_nearest(tensor.float(), grid)
                     writer.add_quantized(name, codes, scales, minima, grid.group_size)

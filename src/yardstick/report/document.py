@@ -55,9 +55,10 @@ def quantile_table(results: ModelResults) -> str:
     rows = []
     for row in results.measured:
         kl = row.summary["kl"]
-        exact = kl["mean"] < 0.0005
         values = [figure(kl[name]) for name in (*QUANTILES, "max")]
-        rows.append([row_name(row, results), figure(kl["mean"]), "–" if exact else interval(kl["interval"]), *values])
+        rows.append(
+            [row_name(row, results), figure(kl["mean"]), "–" if row.is_noise else interval(kl["interval"]), *values]
+        )
     return table(header, rows)
 
 

@@ -41,11 +41,10 @@ def fidelity_row(row: Row, results: ModelResults) -> list[str]:
     if row.failed:
         return [*cells, "**failed**", row.failed] + ["–"] * (5 + len(results.corpora))
     kl, summary = row.summary["kl"], row.summary
-    exact = kl["mean"] < 0.0005  # a noise floor: the interval says nothing in four decimals
     return [
         *cells,
         figure(kl["mean"]),
-        "–" if exact else interval(kl["interval"]),
+        "–" if row.is_noise else interval(kl["interval"]),
         "–" if row.is_noise else signed_interval(row.difference),
         figure(kl["p99"]),
         figure(kl["max"]),

@@ -65,7 +65,7 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"])
     for name in recipe["candidates"]:
         folder = Path(results) / model / name
-        summary = read_json(folder / "summary.json")
+        summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
         loaded.rows.append(
             Row(name, summary, None if summary["failed"] else read_positions(folder / "positions.parquet"))
         )
@@ -82,19 +82,17 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
 
 
 def verdict(results: ModelResults) -> str:
-    """Whether the baseline meets the bar: its mean KL is no worse than the bar's, beyond the paired interval."""
+    """Whether the baseline meets the bar: its mean KL is no higher, or if it is, whether that is within noise."""
     bar, ours = results.row(results.bar), results.row(results.baseline)
     for row in (bar, ours):
         if row.failed:
             return f"The bar cannot be judged: {row.name} failed ({row.failed})."
     bits = f"{ours.summary['bits_per_weight']['all']:.2f} against {bar.summary['bits_per_weight']['all']:.2f} bits"
-    text = f"Bar: `{bar.name}` with mean KL {bar.kl:.4f}; `{ours.name}` has {ours.kl:.4f} ({bits} per weight): "
+    text = f"Bar: `{bar.name}` with mean KL {bar.kl:.4g}; `{ours.name}` has {ours.kl:.4g} ({bits} per weight): "
     if bar is ours or ours.kl <= bar.kl:
         return text + "the bar is met."
     low, high = bar.difference["interval"] or (None, None)
     within = low is not None and low <= 0 <= high
-    return text + (
-        "the bar is not met, though within noise."
-        if within
-        else f"the bar is not met ({ours.kl / bar.kl:.1f} times its KL)."
-    )
+    if within:
+        return text + "the bar is not met, though within noise."
+    return text + "the bar is not met" + (f" ({ours.kl / bar.kl:.2f} times its KL)." if bar.kl > 0 else ".")

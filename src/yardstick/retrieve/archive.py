@@ -7,6 +7,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 from yardstick.errors import YardstickError
@@ -95,5 +96,5 @@ def read_member(archive: Path, member: str) -> bytes:
         return gzip.decompress(data) if member.endswith(".gz") else data
     except KeyError:
         raise YardstickError(f"{archive}: holds no member {member}") from None
-    except (zipfile.BadZipFile, tarfile.TarError, OSError, EOFError) as error:
-        raise YardstickError(f"{archive}: damaged archive ({error})") from None
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, OSError, EOFError) as error:
+        raise YardstickError(f"{archive}: damaged archive ({' '.join(str(error).split())})") from None

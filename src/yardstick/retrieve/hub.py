@@ -1,5 +1,6 @@
 """A model from the Hugging Face hub at a pinned revision: resumable, and checked against the hub's own digests."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -37,5 +38,16 @@ def download_model(repository: str, revision: str, folder: Path) -> None:
             f"model {repository}@{revision[:12]}: cannot be downloaded from the hub ({reason})"
         ) from None
     for file in files:
-        if file.lfs and (folder / file.rfilename).is_file():
-            require_sha256(folder / file.rfilename, file.lfs["sha256"], f"{repository}: {file.rfilename}")
+        path = folder / file.rfilename
+        if not path.is_file():
+            continue
+        if file.lfs:
+            require_sha256(path, file.lfs["sha256"], f"{repository}: {file.rfilename}")
+        elif file.blob_id and git_blob_id(path) != file.blob_id:
+            raise YardstickError(f"{repository}: {file.rfilename} is not the file that the hub lists; delete {path}")
+
+
+def git_blob_id(path: Path) -> str:
+    """The id that git, and so the hub, gives to a small file."""
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

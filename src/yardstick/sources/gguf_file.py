@@ -52,11 +52,14 @@ class GgufFile:
             raise YardstickError(f"{path}: no such file") from None
         except ValueError:
             raise YardstickError(f"{path}: truncated or not a GGUF file (it is empty)") from None
+        except IsADirectoryError:
+            raise YardstickError(f"{path}: is a folder, not a GGUF file") from None
         self._values: dict[str, tuple[int, int]] = {}  # key -> (type, offset of the value)
         self.tensors: dict[str, GgufTensor] = {}
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, ValueError, TypeError, ArithmeticError, LookupError, MemoryError) as error:
+            # a damaged header can ask for anything
             raise YardstickError(f"{path}: truncated or not a GGUF file ({error})") from None
         if int(self.value("split.count", 1)) > 1:
             raise YardstickError(

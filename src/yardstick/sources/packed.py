@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.files import read_json
+from yardstick.files import read_json, sha256_file
 from yardstick.quantize.pack import dequantize, unpack_nibbles
 from yardstick.sources.base import TensorInfo, TensorSource
 from yardstick.sources.hf import SafetensorsReader, checkpoint_files
@@ -26,6 +26,9 @@ class PackedSource(TensorSource):
             raise YardstickError(
                 f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?"
             ) from None
+        for name, digest in index["metadata"]["yardstick"].get("sha256", {}).items():
+            if (self.path / name).is_file() and sha256_file(self.path / name) != digest:
+                raise YardstickError(f"{self.path / name}: is not the shard that its index was written for")
         self._reader = SafetensorsReader(checkpoint_files(self.path))
         self._infos = {}
         consumed = set()
