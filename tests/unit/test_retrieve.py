@@ -32,8 +32,14 @@ class Hub(ThreadingHTTPServer):
         self.files, self.claimed, self.asked = files, claimed or {}, []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def digest(self, name: str) -> str:
-        return self.claimed.get(name, hashlib.sha256(self.files[name]).hexdigest())
+    def listing(self, name: str) -> dict:
+        """What the hub says of a file: large ones by SHA-256, JSON files by their git id."""
+        data = self.files[name]
+        if name.endswith(".json"):
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            return {"size": len(data), "blobId": self.claimed.get(name, blob)}
+        digest = self.claimed.get(name, hashlib.sha256(data).hexdigest())
+        return {"size": len(data), "lfs": {"sha256": digest, "size": len(data), "pointerSize": 134}}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,23 +52,15 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bool) -> None:
         path = self.path.split("?")[0]
         if path.startswith("/api/models/owner/model"):
-            sizes = {name: (self.server.digest(name), len(data)) for name, data in self.server.files.items()}
+            files = {name: self.server.listing(name) for name in self.server.files}
             if "/tree/" in path:
                 listing = [
-                    {
-                        "type": "file",
-                        "path": name,
-                        "size": size,
-                        "oid": digest[:40],
-                        "lfs": {"oid": digest, "size": size, "pointerSize": 134},
-                    }
-                    for name, (digest, size) in sizes.items()
+                    {"type": "file", "path": name, "size": file["size"], "oid": file.get("blobId", "0" * 40)}
+                    | ({"lfs": {"oid": file["lfs"]["sha256"], **file["lfs"]}} if "lfs" in file else {})
+                    for name, file in files.items()
                 ]
             else:
-                siblings = [
-                    {"rfilename": name, "size": size, "lfs": {"sha256": digest, "size": size, "pointerSize": 134}}
-                    for name, (digest, size) in sizes.items()
-                ]
+                siblings = [{"rfilename": name, **file} for name, file in files.items()]
                 listing = {"id": "owner/model", "sha": COMMIT, "siblings": siblings}
             content = json.dumps(listing).encode()
             headers = {"Content-Type": "application/json"}
@@ -116,6 +114,12 @@ def test_hub_file_that_is_not_the_listed_one_is_refused(tmp_path):
     result = download(Hub(FILES, claimed={"model.safetensors": "0" * 64}), tmp_path)
     assert result.returncode == 1
     assert "yardstick: owner/model: model.safetensors: sha256 of" in result.stderr.splitlines()[-1]
+
+
+def test_hub_small_file_that_is_not_the_listed_one_is_refused(tmp_path):
+    result = download(Hub(FILES, claimed={"config.json": "0" * 40}), tmp_path)
+    assert result.returncode == 1
+    assert "yardstick: owner/model: config.json is not the file that the hub lists" in result.stderr
 
 
 def test_hub_that_cannot_be_reached_is_one_line(tmp_path):
