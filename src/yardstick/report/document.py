@@ -5,7 +5,7 @@ from pathlib import Path
 from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
-from yardstick.report.markdown import fidelity_table, figure, interval, reference_line, row_name, table
+from yardstick.report.markdown import fidelity_table, figure, interval, kl_interval, reference_line, row_name, table
 from yardstick.report.results import ModelResults, Row, verdict
 
 METHOD = """## Method
@@ -56,9 +56,7 @@ def quantile_table(results: ModelResults) -> str:
     for row in results.measured:
         kl = row.summary["kl"]
         values = [figure(kl[name]) for name in (*QUANTILES, "max")]
-        rows.append(
-            [row_name(row, results), figure(kl["mean"]), "–" if row.is_noise else interval(kl["interval"]), *values]
-        )
+        rows.append([row_name(row, results), figure(kl["mean"]), kl_interval(row), *values])
     return table(header, rows)
 
 

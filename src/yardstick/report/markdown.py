@@ -21,6 +21,12 @@ def interval(bounds: list[float] | None, digits: int = 4) -> str:
     return "n/a" if bounds is None else f"[{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
 
 
+def kl_interval(row: Row) -> str:
+    """Interval of a row's mean KL; a noise floor that is zero to four decimals has none worth printing."""
+    kl = row.summary["kl"]
+    return "–" if row.is_noise and kl["mean"] < 0.0005 else interval(kl["interval"])
+
+
 def signed_interval(difference: dict | None) -> str:
     if difference is None:
         return "–"
@@ -44,7 +50,7 @@ def fidelity_row(row: Row, results: ModelResults) -> list[str]:
     return [
         *cells,
         figure(kl["mean"]),
-        "–" if row.is_noise else interval(kl["interval"]),
+        kl_interval(row),
         "–" if row.is_noise else signed_interval(row.difference),
         figure(kl["p99"]),
         figure(kl["max"]),
