@@ -28,13 +28,22 @@ RESULTS = Path("results/quality") / MODEL
 
 def matmul_rate(config, layers: int = 20) -> float:
     """fp32 operations per second of the products of some layers at 2048 positions, one after the other."""
-    shapes = list(config.layer_linears().values())
+    shapes = list(config.layer_linears(0).values())
     pairs = [(torch.randn(2048, columns), torch.randn(rows, columns)) for rows, columns in shapes]
     started = time.perf_counter()
     for _ in range(layers):
         for inputs, weights in pairs:
             inputs @ weights.T
     return layers * 2 * 2048 * sum(a * b for a, b in shapes) / (time.perf_counter() - started)
+
+
+def operations(config, positions: int, length: int) -> tuple[int, int, int]:
+    """Operations of the body's matrices, of its causal attention, and of both output heads."""
+    layers = range(config.num_layers)
+    linear = 2 * positions * sum(a * b for layer in layers for a, b in config.layer_linears(layer).values())
+    # a position meets half of its chunk on average, in QK^T and in PV
+    attention = 2 * positions * length * config.num_heads * config.head_dim * config.num_layers
+    return linear, attention, 2 * 2 * positions * config.vocab_size * config.hidden_size
 
 
 def main() -> None:
@@ -58,14 +67,11 @@ def main() -> None:
     rates.append(matmul_rate(config))
     rate, total = sum(rates) / 2, forward + comparison
 
-    linear = 2 * positions * sum(a * b for a, b in config.layer_linears().values()) * config.num_layers
-    # causal: a position meets half of its chunk on average, in QK^T and in PV
-    attention = 2 * positions * length * config.num_heads * config.head_dim * config.num_layers
-    heads = 2 * 2 * positions * config.vocab_size * config.hidden_size
+    linear, attention, heads = operations(config, positions, length)
     print(f"one evaluation of {RIVAL}: forward {forward:.1f} s, comparison {comparison:.1f} s, {positions} positions")
     print(f"fp32 matrix products here: {rate / 1e9:.0f} GFLOP/s")
-    for name, operations in (("body, both heads", linear + heads), ("and attention", linear + heads + attention)):
-        print(f"time / matmul time ({name}): {total / (operations / rate):.2f}   (target 1.25 for body and heads)")
+    for name, count in (("body, both heads", linear + heads), ("and attention", linear + heads + attention)):
+        print(f"time / matmul time ({name}): {total / (count / rate):.2f}   (target 1.25 for body and heads)")
 
     half = length // 2
     seconds = [timed_logits(path, row.numpy(), half)[1] for row in windows.inputs[:3]]
