@@ -11,7 +11,6 @@ import jsonschema
 import yaml
 
 from yardstick.errors import YardstickError
-from yardstick.quantize.methods import METHODS
 
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
 
@@ -144,8 +143,3 @@ def _check(value: Any, schema: dict, root: dict, where: str) -> None:
     error = next(jsonschema.Draft202012Validator(plain).iter_errors(value), None)
     if error:
         raise YardstickError(f"{where}: {error.message}")
-
-
-def method_module(method: str) -> str:
-    """Module that runs a quantizer method."""
-    return METHODS[method]

