@@ -17,9 +17,8 @@ from yardstick.corpora.load import load_windows
 from yardstick.errors import YardstickError
 from yardstick.evaluate.divergence import compare
 from yardstick.evaluate.reference import load_states
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_folder
-from yardstick.models.prefill import exact_arithmetic, final_hidden_states, head_weight
+from yardstick.models.folder import open_original
+from yardstick.models.prefill import exact_arithmetic, final_hidden_states, head_rows
 from yardstick.sources import open_source
 
 MODEL, RIVAL = "smollm2-135m", "gguf-q4_k_m"
@@ -48,8 +47,8 @@ def operations(config, positions: int, length: int) -> tuple[int, int, int]:
 
 def main() -> None:
     exact_arithmetic()
-    folder = model_folder(Path(f"data/models/{MODEL}/manifest.json"))
-    config, original = load_config(folder), open_source(f"hf:{folder}")
+    original = open_original(Path(f"data/models/{MODEL}/manifest.json"))
+    config = original.config
     windows = load_windows(Path(f"data/quality/{MODEL}/chunks.npz"))
     reference = load_states(RESULTS / "reference/states.safetensors")
     path = RESULTS / RIVAL / "checkpoint/model.gguf"
@@ -60,7 +59,7 @@ def main() -> None:
     source = open_source(f"gguf:{path}")
     states = final_hidden_states(source, config, windows.inputs, torch.float32, 2)
     forward = time.perf_counter() - started
-    head, own = head_weight(original, config), head_weight(source, config)
+    head, own = head_rows(original.source, config), head_rows(source, config)
     started = time.perf_counter()
     compare(reference.flatten(0, 1), head, states.flatten(0, 1), own, windows.labels.flatten())
     comparison = time.perf_counter() - started

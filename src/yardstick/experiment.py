@@ -18,7 +18,10 @@ SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schem
 NOISE_FLOORS = {
     "noise-hf": "Hugging Face's forward on the original weights",
     "noise-arithmetic": "our forward on the original weights in the other of fp32 and bf16",
+    "noise-decode": "our forward on the original weights, the second half of each chunk one position at a time "
+    "through the caches of generation",
 }
+DECODE_CHUNKS = 8  # decoded together: a step is a product with that many rows
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
 RESERVED = {"reference"}
 RESERVED_MODELS = {"plots", "table.md", "quantization.md"}
@@ -66,6 +69,9 @@ class Experiment:
         recipe["source"] = "hf"
         if candidate == "noise-hf":
             return recipe | {"forward": "transformers"}
+        if candidate == "noise-decode":
+            half = self.config["corpora"]["evaluation"]["length"] // 2
+            return recipe | {"batch_chunks": DECODE_CHUNKS, "decode_from": half}
         return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
 
 

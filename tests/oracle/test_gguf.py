@@ -13,7 +13,8 @@ from tests.oracle.llama_cpp import logits_of
 from yardstick.errors import YardstickError
 from yardstick.evaluate.divergence import compare
 from yardstick.models.config import ModelConfig, load_config
-from yardstick.models.prefill import final_hidden_states, head_weight
+from yardstick.models.folder import open_folder
+from yardstick.models.prefill import final_hidden_states, head_rows
 from yardstick.rivals.gguf_types import tensor_type
 from yardstick.rivals.gguf_write import write_gguf
 from yardstick.rivals.imatrix import column_square_sums, read_imatrix, write_imatrix
@@ -108,9 +109,9 @@ def test_a_width_that_no_block_fits_is_refused():
 
 
 def make(path, folder, mix, importance=None):
-    source, config = HuggingFaceSource(folder), load_config(folder)
-    write_gguf(path, source, config, folder, mix, importance, threads=2)
-    return config
+    original = open_folder(folder)
+    write_gguf(path, original, mix, importance, threads=2)
+    return original.config
 
 
 @pytest.mark.parametrize("mix", ["Q8_0", "Q4_0", "Q4_K_M", "IQ4_XS"])
@@ -190,7 +191,7 @@ def test_llama_cpp_runs_our_files_as_we_do(tiny_llama, tmp_path, mix):
     theirs = torch.from_numpy(logits_of(tmp_path / "m.gguf", input_ids[0].numpy()))
     source = open_source(f"gguf:{tmp_path / 'm.gguf'}")
     states = final_hidden_states(source, config, input_ids, torch.float32, 1)
-    head = head_weight(source, config)
+    head = head_rows(source, config)[:]
     result = compare(theirs, torch.eye(theirs.shape[1]), states[0], head, torch.zeros(60))
     original = HuggingFaceSource(tiny_llama)
     plain = final_hidden_states(original, config, input_ids.flip(1), torch.float32, 1)

@@ -10,7 +10,7 @@ from tests.tiny import DELTA, tiny_tokenizer
 from yardstick.errors import YardstickError
 from yardstick.models.config import load_config
 from yardstick.models.delta_net import causal_convolution, chunked_delta_rule, recurrent_delta_rule, unit_length
-from yardstick.models.prefill import final_hidden_states, head_weight
+from yardstick.models.prefill import final_hidden_states, head_rows
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_rtn import quantize_model
 from yardstick.sources import audit_source, open_source
@@ -52,7 +52,13 @@ def test_convolution_looks_back_only():
     states = torch.zeros(1, 6, 1)
     states[0, 2] = 1.0
     kernel = torch.tensor([[[4.0, 3.0, 2.0, 1.0]]])
-    assert causal_convolution(states, kernel).flatten().tolist() == [0, 0, 1, 2, 3, 4]
+    outputs, window = causal_convolution(states, kernel)
+    assert outputs.flatten().tolist() == [0, 0, 1, 2, 3, 4]
+    assert window.flatten().tolist() == [0, 0, 0]
+    first, window = causal_convolution(states[:, :4], kernel)
+    rest, _ = causal_convolution(states[:, 4:], kernel, window)
+    assert window.flatten().tolist() == [0, 1, 0]
+    assert torch.cat((first, rest), dim=1).flatten().tolist() == outputs.flatten().tolist()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +91,7 @@ def test_the_language_model_inside_a_vision_checkpoint(with_vision):
     assert set(source.ignored()) and all(name.startswith("model.visual.") for name in source.ignored())
     input_ids = torch.randint(1, 500, (2, 70))
     states = final_hidden_states(source, config, input_ids, torch.float32, 2)
-    logits = states @ head_weight(source, config).float().T
+    logits = states @ head_rows(source, config)[:].float().T
     theirs = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision, dtype=torch.float32)
     expected = theirs(input_ids=input_ids).logits.detach()
     assert float((logits - expected).norm() / expected.norm()) <= 1e-4

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.oracle.llama_cpp import logits_of, tokenize
 from yardstick.evaluate.divergence import compare
 from yardstick.models.config import load_config
-from yardstick.models.prefill import final_hidden_states, head_weight
+from yardstick.models.folder import open_folder
+from yardstick.models.prefill import final_hidden_states, head_rows
 from yardstick.retrieve.archive import download_archive, unpack_member
 from yardstick.retrieve.release import write_release
 from yardstick.rivals.gguf_write import add_metadata, write_gguf
@@ -62,7 +63,7 @@ def test_all_272_tensors_and_logits_agree_with_transformers(release, undithered,
             torch.testing.assert_close(source.get(name), value, rtol=1e-6, atol=1e-8)
     input_ids = torch.randint(0, 49152, (1, 256), generator=torch.Generator().manual_seed(5))
     states = final_hidden_states(source, config, input_ids, torch.float32, 1)[0]
-    head = head_weight(source, config)
+    head = head_rows(source, config)[:]
     hidden = theirs.model(input_ids).last_hidden_state[0].detach()
     result = compare(hidden, theirs.lm_head.weight.detach(), states, head, torch.zeros(256))
     assert abs(float(result.kl.mean())) < 1e-8
@@ -138,15 +139,15 @@ def test_llama_cpp_agrees_on_the_mixed_file_of_the_real_model(dithered, tmp_path
     nearly 0.01. So it runs the file twice: as it is, and with the same weights spelled out in fp32. The second must
     be ours up to its 16-bit key-value cache, and the first must be as far from ours as from the second.
     """
-    config, source = load_config(dithered), HuggingFaceSource(dithered)
+    original = open_folder(dithered)
     path, plain = tmp_path / "m.gguf", tmp_path / "f32.gguf"
-    types = write_gguf(path, source, config, dithered, "Q4_K_M", None, threads=2)
+    types = write_gguf(path, original, "Q4_K_M", None, threads=2)
     assert set(types.values()) == {"Q5_0", "Q4_K", "Q6_K", "Q8_0", "F32"}
     write_as_f32(path, plain, dithered)
     ids = torch.tensor(AutoTokenizer.from_pretrained(dithered).encode(TEXT * 4, add_special_tokens=False))[:200]
     candidate = open_source(f"gguf:{path}")
-    states = final_hidden_states(candidate, config, ids[None], torch.float32, 1)[0]
-    ours = states @ head_weight(candidate, config).T
+    states = final_hidden_states(candidate, original.config, ids[None], torch.float32, 1)[0]
+    ours = states @ head_rows(candidate, original.config)[:].T
     as_it_is, spelled_out = (torch.from_numpy(logits_of(file, ids.numpy())) for file in (path, plain))
     assert mean_kl(spelled_out, ours) < 1e-5
     assert mean_kl(as_it_is, ours) == pytest.approx(mean_kl(as_it_is, spelled_out), rel=0.02)

@@ -90,11 +90,14 @@ def masked(x, y):
         def to(self, *_):
             return self
 
+        def __getitem__(self, rows):
+            return Logits(self.table[rows])
+
         def __matmul__(self, tile):
             return self.table[:, tile[0].long()].clone()
 
     columns = torch.arange(x.shape[1]).float()[:, None]
-    return divergence._compare_block(Logits(x), columns, Logits(y), columns, torch.zeros(len(x), dtype=torch.int64))
+    return compare(Logits(x), columns, Logits(y), columns, torch.zeros(len(x), dtype=torch.int64))
 
 
 def test_a_token_that_the_candidate_rules_out_is_infinite_and_reported():

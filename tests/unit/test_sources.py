@@ -1,4 +1,6 @@
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from yardstick.errors import YardstickError
 from yardstick.files import sha256_file, write_json
 from yardstick.models.config import load_config
-from yardstick.models.folder import model_folder
+from yardstick.models.folder import open_folder, open_original
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.pack import dequantize
+from yardstick.rivals.gguf_write import write_gguf
 from yardstick.sources import audit_source, open_source
 from yardstick.sources.gguf import gguf_name, hf_name, permute_rotary, unpermute_rotary
 from yardstick.sources.hf import HuggingFaceSource
@@ -128,12 +131,6 @@ def test_packed_checkpoint_that_lost_a_part_is_refused(tmp_path):
     tensors = load_file(path)
     del tensors["x.weight_minima"]
     save_file(tensors, path)
-    with pytest.raises(YardstickError, match="only.safetensors: is not the shard that its index was written for"):
-        open_source(f"packed:{tmp_path / 'packed'}")
-    index = tmp_path / "packed" / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    del content["metadata"]["yardstick"]["sha256"]  # an index that vouches for nothing
-    index.write_text(json.dumps(content))
     with pytest.raises(YardstickError, match="tensor x.weight_minima is missing"):
         open_source(f"packed:{tmp_path / 'packed'}")
 
@@ -144,30 +141,61 @@ def test_a_damaged_shard_is_not_measured(tmp_path):
     data = bytearray(path.read_bytes())
     data[-9] ^= 0x55
     path.write_bytes(data)
-    with pytest.raises(YardstickError, match="only.safetensors: is not the shard"):
-        open_source(f"packed:{tmp_path / 'packed'}")
+    source = open_source(f"packed:{tmp_path / 'packed'}")
+    for read in (source.get, lambda name: source.rows(name)[:2]):
+        with pytest.raises(YardstickError, match="only.safetensors: its sha256 is not the one on record"):
+            read(next(iter(source.infos())))
 
 
-def test_a_model_file_that_changed_is_not_used(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "x").write_bytes(b"one")
-    manifest = tmp_path / "manifest.json"
-    write_json(manifest, {"folder": "model", "files": {"x": sha256_file(tmp_path / "model" / "x")}})
-    assert model_folder(manifest) == tmp_path / "model"
-    (tmp_path / "model" / "x").write_bytes(b"two")
-    with pytest.raises(YardstickError, match="file x is not the one that .* was made of"):
-        model_folder(manifest)
+def model_with_manifest(tmp_path, tiny_llama) -> Path:
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    files = {path.name: sha256_file(path) for path in (tmp_path / "model").iterdir()}
+    write_json(tmp_path / "manifest.json", {"folder": "model", "files": files})
+    return tmp_path / "manifest.json"
+
+
+def test_a_model_file_that_changed_is_not_used(tmp_path, tiny_llama):
+    manifest = model_with_manifest(tmp_path, tiny_llama)
+    assert open_original(manifest).source.get("model.norm.weight").shape == (96,)
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 0x55
+    weights.write_bytes(data)
+    original = open_original(manifest)  # weights are checked when they are first read
+    with pytest.raises(YardstickError, match="model.safetensors: its sha256 is not the one on record"):
+        original.source.get("model.norm.weight")
+    with pytest.raises(YardstickError, match="model.safetensors: its sha256 is not the one on record"):
+        original.source.reader.check_all()
+    (tmp_path / "model" / "tokenizer.json").write_bytes(b"two")
+    with pytest.raises(YardstickError, match="file tokenizer.json is not the one that .* was made of"):
+        open_original(manifest)
     for content, message in (("{}", "key 'folder' is missing"), ("[]", "holds a list"), ("{", "not valid JSON")):
         manifest.write_text(content)
         with pytest.raises(YardstickError, match=message):
-            model_folder(manifest)
+            open_original(manifest)
+
+
+def test_rows_are_those_of_the_whole(tiny_llama, tmp_path):
+    """Of every format that reads by rows, at slices that end inside, at and beyond the last row."""
+    original = open_folder(tiny_llama)
+    write_gguf(tmp_path / "m.gguf", original, "Q4_0", None, threads=1)
+    packed_checkpoint(tmp_path, torch.randn(61, 70), 32)
+    packed = open_source(f"packed:{tmp_path / 'packed'}")
+    name = "model.embed_tokens.weight"
+    cases = [(original.source, name), (open_source(f"gguf:{tmp_path / 'm.gguf'}"), name)]
+    for source, name in [*cases, (packed, next(iter(packed.infos())))]:
+        whole, rows = source.get(name), source.rows(name)
+        assert len(rows) == len(whole)
+        for part in (slice(0, 7), slice(13, 60), slice(None), slice(40, 10_000)):
+            assert torch.equal(rows[part], whole[part])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling = linear is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type = llama3 is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type = yarn is not supported"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "key 'factor' is missing"),
         ({"rope_parameters": "x"}, "must be objects"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types = mixed is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = True is not supported"),

@@ -9,17 +9,14 @@ from yardstick.cli.common import parser, run_step
 from yardstick.corpora.manifest import build_windows, require_same
 from yardstick.errors import YardstickError
 from yardstick.files import atomic_path, write_json
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_folder
+from yardstick.models.folder import open_original
 
 
 def main(arguments) -> None:
-    folder = model_folder(arguments.model)
+    original = open_original(arguments.model)
+    folder, rows = original.folder, original.config.vocab_size
     chunks, sequences, manifest = build_windows(arguments.recipe, load_tokenizer(folder), arguments.downloads)
-    rows, highest = (
-        load_config(folder).vocab_size,
-        max(int(ids.max()) for ids in (*chunks.values(), *sequences.values())),
-    )
+    highest = max(int(ids.max()) for ids in (*chunks.values(), *sequences.values()))
     if highest >= rows:
         raise YardstickError(f"{folder}: the tokenizer gives id {highest}, the model has {rows} rows")
     if arguments.pin:

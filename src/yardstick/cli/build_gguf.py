@@ -6,29 +6,25 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.files import sha256_file, write_json
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_digest, model_folder
+from yardstick.models.folder import open_original
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, package_versions
 from yardstick.rivals.gguf_write import write_gguf
 from yardstick.rivals.imatrix import read_imatrix
-from yardstick.sources import audit_source
 from yardstick.sources.gguf import gguf_name
-from yardstick.sources.hf import HuggingFaceSource
 
 
 def main(arguments) -> None:
-    recipe, folder = arguments.recipe, model_folder(arguments.model)
-    source, config = HuggingFaceSource(folder), load_config(folder)
-    audit_source(source, config.tensors())
+    recipe, original = arguments.recipe, open_original(arguments.model)
+    config = original.config
     importance = read_imatrix(arguments.imatrix) if arguments.imatrix else None
     if importance:
         check_widths(importance, config, arguments.imatrix)
     threads = len(os.sched_getaffinity(0))  # rows are shared among them; the result does not change
     total = sum(shape[0] * shape[1] for shape in config.tensors().values() if len(shape) == 2)
     with progress(f"gguf {recipe['mix']}", total, "weight") as done:
-        types = write_gguf(arguments.output, source, config, folder, recipe["mix"], importance, threads, done)
-    inputs = {"model": model_digest(arguments.model)}
+        types = write_gguf(arguments.output, original, recipe["mix"], importance, threads, done)
+    inputs = {"model": original.digest}
     if arguments.imatrix:
         inputs["imatrix"] = sha256_file(arguments.imatrix)
     write_json(

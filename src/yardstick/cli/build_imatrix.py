@@ -4,20 +4,16 @@ from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.corpora.load import load_calibration
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_folder
+from yardstick.models.folder import open_original
 from yardstick.models.prefill import exact_arithmetic
 from yardstick.progress import progress
 from yardstick.rivals.imatrix import column_square_sums, write_imatrix
-from yardstick.sources import audit_source
-from yardstick.sources.hf import HuggingFaceSource
 
 
 def main(arguments) -> None:
     exact_arithmetic()
-    folder = model_folder(arguments.model)
-    source, config = HuggingFaceSource(folder), load_config(folder)
-    audit_source(source, config.tensors())
+    original = open_original(arguments.model)
+    source, config = original.source, original.config
     input_ids = load_calibration(arguments.calibration)
     with progress("imatrix", input_ids.numel(), passes=config.num_layers) as done:
         sums = column_square_sums(source, config, input_ids, arguments.recipe["batch_chunks"], done)

@@ -5,9 +5,8 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.files import sha256_file, write_json
-from yardstick.models.config import load_config
-from yardstick.sources import audit_source
-from yardstick.sources.hf import HuggingFaceSource, checkpoint_files
+from yardstick.models.folder import open_folder
+from yardstick.sources.safetensors_file import checkpoint_files
 
 
 def main(arguments) -> None:
@@ -24,8 +23,7 @@ def main(arguments) -> None:
         download_model(recipe["repository"], recipe["revision"], folder)
     else:
         build_release(recipe, folder, arguments.downloads)
-    config = load_config(folder)
-    audit_source(HuggingFaceSource(folder), config.tensors())
+    open_folder(folder)
     names = [path.name for path in checkpoint_files(folder)] + ["config.json", "tokenizer.json"]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -6,29 +6,24 @@ from yardstick.cli.common import parser, run_step
 from yardstick.corpora.load import load_windows
 from yardstick.evaluate.reference import check_replay, require_finite_states, save_states
 from yardstick.files import read_json
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_digest, model_folder
-from yardstick.models.prefill import DTYPES, exact_arithmetic, final_hidden_states, head_weight
+from yardstick.models.folder import open_original
+from yardstick.models.prefill import DTYPES, exact_arithmetic, final_hidden_states, head_rows
 from yardstick.progress import progress
-from yardstick.sources import audit_source
-from yardstick.sources.hf import HuggingFaceSource
 
 
 def main(arguments) -> None:
     exact_arithmetic()
-    folder = model_folder(arguments.model)
-    source, config = HuggingFaceSource(folder), load_config(folder)
-    audit_source(source, config.tensors())
-    windows, recipe = load_windows(arguments.chunks), arguments.recipe
+    original, windows, recipe = open_original(arguments.model), load_windows(arguments.chunks), arguments.recipe
+    config, source = original.config, original.source
     with progress("reference", windows.inputs.numel(), passes=config.num_layers) as done:
         states = final_hidden_states(
             source, config, windows.inputs, DTYPES[recipe["dtype"]], recipe["batch_chunks"], done
         )
     require_finite_states(states)
-    save_states(arguments.output, states, {"model": model_digest(arguments.model), "dtype": recipe["dtype"]})
+    save_states(arguments.output, states, {"model": original.digest, "dtype": recipe["dtype"]})
     first_of_corpus = [windows.corpora.index(name) for name in dict.fromkeys(windows.corpora)]
-    head = head_weight(source, config)[: read_json(arguments.corpora, "vocabulary")["vocabulary"]]
-    check_replay(arguments.output, states, head, windows.labels, first_of_corpus)
+    vocabulary = read_json(arguments.corpora, "vocabulary")["vocabulary"]
+    check_replay(arguments.output, states, head_rows(source, config), windows.labels, first_of_corpus, vocabulary)
 
 
 if __name__ == "__main__":

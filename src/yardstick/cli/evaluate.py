@@ -9,24 +9,22 @@ from yardstick.cli.common import parser, run_step
 from yardstick.corpora.load import EvaluationWindows, load_windows
 from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import bits_per_weight, schemes
-from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault
+from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault, tile_count
 from yardstick.evaluate.positions import positions_frame, write_positions
 from yardstick.evaluate.reference import load_states
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_digest, model_folder
+from yardstick.models.folder import Original, open_original
 from yardstick.models.prefill import (
     DTYPES,
     exact_arithmetic,
     expected_tensors,
     final_hidden_states,
-    head_weight,
+    head_rows,
     pick_device,
 )
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, machine, package_versions
-from yardstick.sources import KINDS, audit_source, open_source
-from yardstick.sources.hf import HuggingFaceSource
+from yardstick.sources import KINDS, TensorSource, audit_source, open_source
 
 # imported by name, so that an edit of it reruns that noise floor and nothing else
 HUGGING_FACE = "yardstick.evaluate.hugging_face"
@@ -34,26 +32,23 @@ HUGGING_FACE = "yardstick.evaluate.hugging_face"
 
 def main(arguments) -> None:
     exact_arithmetic()
-    recipe, folder = arguments.recipe["evaluate"], model_folder(arguments.model)
-    config = load_config(folder)
+    recipe, original = arguments.recipe["evaluate"], open_original(arguments.model)
+    config, source = original.config, open_candidate(recipe["source"], arguments.checkpoint, original)
     vocabulary = read_json(arguments.corpora, "vocabulary")["vocabulary"]
-    checkpoint = arguments.checkpoint or folder
-    # a sharded checkpoint is named by its index, whose folder the source opens
-    source_path = checkpoint.parent if checkpoint.suffix == ".json" else checkpoint
-    source, original = open_source(f"{recipe['source']}:{source_path}"), HuggingFaceSource(folder)
     audit_source(source, expected_tensors(config, source))
     windows, reference = load_windows(arguments.chunks), load_states(arguments.reference)
     if tuple(reference.shape[:2]) != tuple(windows.inputs.shape):
         raise YardstickError(f"{arguments.reference}: is not the reference of {arguments.chunks}")
     with progress(f"forward {arguments.name}", windows.inputs.numel(), passes=config.num_layers) as done:
-        states = run_forward(recipe, source, config, windows, folder, done)
-    with progress(f"compare {arguments.name}", windows.inputs.numel()) as done:
+        states = run_forward(recipe, source, original, windows, done)
+    with progress(f"compare {arguments.name}", windows.inputs.numel(), passes=tile_count(vocabulary)) as done:
         divergence = compare(
             reference.flatten(0, 1),
-            head_weight(original, config)[:vocabulary],
+            head_rows(original.source, config),
             states.flatten(0, 1),
-            head_weight(source, config)[:vocabulary],
+            head_rows(source, config),
             windows.labels.flatten(),
+            vocabulary,
             done,
         )
     length = windows.inputs.shape[1]
@@ -75,7 +70,7 @@ def main(arguments) -> None:
             "provenance": {
                 "recipe_sha256": sha256_text(canonical_json(arguments.recipe)),
                 "inputs": {
-                    "model": model_digest(arguments.model),
+                    "model": original.digest,
                     "chunks": sha256_file(arguments.chunks),
                     "reference": sha256_file(arguments.reference),
                     **({"checkpoint": sha256_file(arguments.checkpoint)} if arguments.checkpoint else {}),
@@ -91,16 +86,29 @@ def main(arguments) -> None:
     )
 
 
-def run_forward(recipe: dict, source, config, windows: EvaluationWindows, folder: Path, on_tokens) -> torch.Tensor:
+def open_candidate(kind: str, checkpoint: Path | None, original: Original) -> TensorSource:
+    """The candidate's source; a noise floor is the original itself."""
+    if checkpoint is None:
+        return original.source
+    # a sharded checkpoint is named by its index, whose folder the source opens
+    return open_source(f"{kind}:{checkpoint.parent if checkpoint.suffix == '.json' else checkpoint}")
+
+
+def run_forward(
+    recipe: dict, source: TensorSource, original: Original, windows: EvaluationWindows, on_tokens
+) -> torch.Tensor:
     """Final hidden states of the candidate, by our forward or by Hugging Face's."""
-    dtype = DTYPES[recipe["dtype"]]
+    dtype, config = DTYPES[recipe["dtype"]], original.config
     if recipe["forward"] == "transformers":
+        original.source.reader.check_all()
         hugging_face = importlib.import_module(HUGGING_FACE)
         # counted once per layer, like ours, so that both bars have one unit
         return hugging_face.final_hidden_states(
-            folder, windows.inputs, dtype, lambda tokens: on_tokens(tokens * config.num_layers)
+            original.folder, windows.inputs, dtype, lambda tokens: on_tokens(tokens * config.num_layers)
         )
-    return final_hidden_states(source, config, windows.inputs, dtype, recipe["batch_chunks"], on_tokens)
+    return final_hidden_states(
+        source, config, windows.inputs, dtype, recipe["batch_chunks"], on_tokens, recipe.get("decode_from")
+    )
 
 
 def describe(fault: tuple[int, str], windows: EvaluationWindows, length: int) -> str:

@@ -8,33 +8,28 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
-from yardstick.models.config import load_config
-from yardstick.models.folder import model_digest, model_folder
+from yardstick.models.folder import open_original
 from yardstick.models.prefill import exact_arithmetic
 from yardstick.provenance import code_digest, package_versions
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.methods import METHODS
-from yardstick.sources import audit_source
-from yardstick.sources.hf import HuggingFaceSource
 
 
 def main(arguments) -> None:
     exact_arithmetic()
-    recipe, folder = arguments.recipe, model_folder(arguments.model)
-    source, config = HuggingFaceSource(folder), load_config(folder)
-    audit_source(source, config.tensors())
-    matrices = [*config.body_matrices(), "lm_head.weight"]
+    recipe, original = arguments.recipe, open_original(arguments.model)
+    matrices = [*original.config.body_matrices(), "lm_head.weight"]
     if recipe["keep_bf16"] and not any(re.search(recipe["keep_bf16"], name) for name in matrices):
         raise YardstickError(f"keep_bf16: {recipe['keep_bf16']!r} is found in no matrix name, such as {matrices[0]}")
     module = METHODS[recipe["method"]]
-    inputs = {"model": model_digest(arguments.model)}
+    inputs = {"model": original.digest}
     if arguments.calibration:
         inputs["calibration"] = sha256_file(arguments.calibration)
     proof = {"recipe": recipe, "inputs": inputs, "code_sha256": code_digest("yardstick.cli.quantize", module)}
     writer = PackedWriter(arguments.output.parent, sha256_text(canonical_json(proof)))
     method = importlib.import_module(module)
-    shards = method.quantize_model(source, config, recipe, writer, arguments.calibration)
-    reports = writer.finish(shards, recipe, folder)
+    shards = method.quantize_model(original.source, original.config, recipe, writer, arguments.calibration)
+    reports = writer.finish(shards, recipe, original.folder)
     not_below = [r["name"] for r in reports if r["output_error"] >= r["output_error_rtn"]]
     if reports:
         print(

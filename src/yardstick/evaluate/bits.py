@@ -1,6 +1,7 @@
 """Bits per weight from the stored tensors."""
 
 from yardstick.models.config import ModelConfig
+from yardstick.models.prefill import head_name
 from yardstick.sources.base import TensorSource
 
 
@@ -12,7 +13,7 @@ def bits_per_weight(source: TensorSource, config: ModelConfig) -> dict[str, floa
     """
     infos = source.infos()
     body = [infos[name] for name in config.body_matrices()]
-    head = [infos["lm_head.weight" if "lm_head.weight" in infos else config.head_name]]
+    head = [infos[head_name(source, config)]]
 
     def ratio(tensors) -> float:
         return sum(t.bits for t in tensors) / sum(t.numel for t in tensors)
@@ -29,6 +30,6 @@ def schemes(source: TensorSource, config: ModelConfig) -> dict[str, int]:
     """How many of the measured matrices are stored in which scheme."""
     infos = source.infos()
     counts: dict[str, int] = {}
-    for name in [*config.body_matrices(), "lm_head.weight" if "lm_head.weight" in infos else config.head_name]:
+    for name in [*config.body_matrices(), head_name(source, config)]:
         counts[infos[name].scheme] = counts.get(infos[name].scheme, 0) + 1
     return dict(sorted(counts.items()))

@@ -1,7 +1,7 @@
-"""Per-position divergence from final hidden states and heads, without ever holding the logits.
+"""Per-position divergence from final hidden states and heads, without ever holding the logits or a whole head.
 
-Both heads are walked in tiles of the vocabulary. For each position a running maximum m and sums rescaled to it are
-kept (as in online softmax):
+Both heads are walked once, in tiles of the vocabulary; inside a tile, blocks of positions. For each position a running
+maximum m and sums rescaled to it are kept (as in online softmax):
 
     KL(p || q) = sum_v p_v (x_v - y_v - c) - (logsumexp x - logsumexp y - c),  p = softmax(x),
 
@@ -66,55 +66,65 @@ class _Softmax:
         return self.maximum.double() + self.total.log()
 
 
+def tile_count(vocabulary: int) -> int:
+    """How often `compare` passes over the positions."""
+    return -(-vocabulary // VOCAB_TILE)
+
+
 def compare(
     reference_states: torch.Tensor,
-    reference_head: torch.Tensor,
+    reference_head,
     states: torch.Tensor,
-    head: torch.Tensor,
+    head,
     labels: torch.Tensor,
+    vocabulary: int | None = None,
     on_positions=lambda positions: None,
 ) -> Divergence:
     """Compare two models at every position.
 
     Args:
         reference_states, states: final-normed hidden states [positions, hidden].
-        reference_head, head: output heads [vocab, hidden]; only real vocabulary rows, no padding.
+        reference_head, head: output heads [vocab, hidden], as tensors or read by rows.
         labels: next token ids [positions].
+        vocabulary: real rows of the heads, where a checkpoint pads them; all of them by default.
+        on_positions: told the positions done, once for each tile of the vocabulary.
     """
     device = states.device
-    reference_head, head, labels = reference_head.to(device), head.to(device), labels.to(device).long()
-    blocks = []
-    for start in range(0, len(states), POSITION_TILE):
-        rows = slice(start, start + POSITION_TILE)
-        blocks.append(
-            _compare_block(
-                reference_states[rows].to(device).float(), reference_head, states[rows].float(), head, labels[rows]
-            )
-        )
-        on_positions(len(states[rows]))
-    return Divergence(*(torch.cat([getattr(b, name) for b in blocks]) for name in Divergence.__dataclass_fields__))
+    reference_states, labels = reference_states.to(device), labels.to(device).long()
+    blocks = [slice(start, start + POSITION_TILE) for start in range(0, len(states), POSITION_TILE)]
+    running = [_Comparison(labels[rows]) for rows in blocks]
+    vocabulary = len(head) if vocabulary is None else vocabulary
+    for first in range(0, vocabulary, VOCAB_TILE):
+        tile = slice(first, min(first + VOCAB_TILE, vocabulary))
+        reference_tile, own_tile = reference_head[tile].to(device).float(), head[tile].to(device).float()
+        for rows, comparison in zip(blocks, running, strict=True):
+            x = reference_states[rows].float() @ reference_tile.T
+            y = states[rows].float() @ own_tile.T
+            comparison.add(x, y, first)
+            on_positions(len(y))
+    parts = [comparison.result() for comparison in running]
+    return Divergence(*(torch.cat([getattr(b, name) for b in parts]) for name in Divergence.__dataclass_fields__))
 
 
-def _compare_block(
-    reference_states: torch.Tensor,
-    reference_head: torch.Tensor,
-    states: torch.Tensor,
-    head: torch.Tensor,
-    labels: torch.Tensor,
-) -> Divergence:
-    positions, device = len(states), states.device
-    reference, candidate = _Softmax(positions, device), _Softmax(positions, device)
-    gap = torch.zeros(positions, device=device)  # c, the difference of the maxima so far
-    cross = torch.zeros(positions, dtype=torch.float64, device=device)  # sum of exp(x - max x) (x - y - c)
-    for first in range(0, len(head), VOCAB_TILE):
-        tile = slice(first, first + VOCAB_TILE)
-        x = reference_states @ reference_head[tile].float().T
-        y = states @ head[tile].float().T
-        old_gap = gap
-        rescale = reference.enter(x, labels, first)
-        candidate.total *= candidate.enter(y, labels, first)
-        gap = reference.offset - candidate.offset
-        cross = (cross + reference.total * (old_gap.double() - gap.double())) * rescale  # old terms, on the new gap
+class _Comparison:
+    """Running sums of a block of positions."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        positions, device = len(labels), labels.device
+        self.labels = labels
+        self.reference, self.candidate = _Softmax(positions, device), _Softmax(positions, device)
+        self.gap = torch.zeros(positions, device=device)  # c, the difference of the maxima so far
+        # sum of exp(x - max x) (x - y - c)
+        self.cross = torch.zeros(positions, dtype=torch.float64, device=device)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, first: int) -> None:
+        """Take in the logits [positions, tile] of both models, of the vocabulary from `first` on."""
+        reference, candidate, old_gap = self.reference, self.candidate, self.gap
+        rescale = reference.enter(x, self.labels, first)
+        candidate.total *= candidate.enter(y, self.labels, first)
+        self.gap = gap = reference.offset - candidate.offset
+        # old terms, on the new gap
+        cross = (self.cross + reference.total * (old_gap.double() - gap.double())) * rescale
         difference = (x - y).sub_(gap[:, None])
         x.sub_(reference.offset[:, None])
         y.sub_(candidate.offset[:, None])
@@ -123,18 +133,21 @@ def _compare_block(
         candidate.total += _row_sums(q)
         if not bool(difference.sum().isfinite()):
             difference.masked_fill_(p == 0, 0.0)  # minus infinity in both: 0 * (inf - inf) is 0 here
-        cross += _row_sums(p.mul_(difference))
-    x_lse, y_lse = reference.logsumexp(), candidate.logsumexp()
-    label_x, label_y = reference.label_logit.double() - x_lse, candidate.label_logit.double() - y_lse
-    return Divergence(
-        kl=cross / reference.total - (x_lse - y_lse - gap.double()),
-        reference_nll=-label_x,
-        nll=-label_y,
-        reference_top1=reference.argmax,
-        top1=candidate.argmax,
-        reference_top1_probability=(reference.maximum.double() - x_lse).exp(),
-        label_delta_p=label_y.exp() - label_x.exp(),
-    )
+        self.cross = cross + _row_sums(p.mul_(difference))
+
+    def result(self) -> Divergence:
+        reference, candidate = self.reference, self.candidate
+        x_lse, y_lse = reference.logsumexp(), candidate.logsumexp()
+        label_x, label_y = reference.label_logit.double() - x_lse, candidate.label_logit.double() - y_lse
+        return Divergence(
+            kl=self.cross / reference.total - (x_lse - y_lse - self.gap.double()),
+            reference_nll=-label_x,
+            nll=-label_y,
+            reference_top1=reference.argmax,
+            top1=candidate.argmax,
+            reference_top1_probability=(reference.maximum.double() - x_lse).exp(),
+            label_delta_p=label_y.exp() - label_x.exp(),
+        )
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,17 @@ import pandas as pd
 
 QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+FIRST_POSITIONS = 64
 RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)
 
 
 def summarize(frame: pd.DataFrame, seed: int = 0) -> dict:
-    """Figures of all positions: `kl`, `top1`, `ppl`, `delta_p`, `confidence`, and `corpora` with the same for each."""
+    """Figures of all positions: `kl`, `top1`, `ppl`, `delta_p`; `confidence` and `by_position`, which hold buckets;
+    and `corpora`, with the first four for each."""
     summary = summarize_part(frame, seed)
     summary["confidence"] = confidence_buckets(frame)
+    summary["by_position"] = position_buckets(frame)
     summary["corpora"] = {
         str(name): summarize_part(part, seed) for name, part in frame.groupby("corpus", observed=True, sort=False)
     }
@@ -71,18 +74,34 @@ def perplexity(frame: pd.DataFrame) -> dict:
 def confidence_buckets(frame: pd.DataFrame) -> list[dict]:
     """KL and top-1 agreement by how sure the reference was of its first choice."""
     probability = frame["reference_top1_probability"].to_numpy(dtype=np.float64)
-    buckets = np.clip(np.digitize(probability, CONFIDENCE_EDGES) - 1, 0, len(CONFIDENCE_EDGES) - 2)
-    agree = (frame["top1"] == frame["reference_top1"]).to_numpy()
+    return _buckets(frame, np.clip(probability, 0.0, np.nextafter(1.0, 0.0)), CONFIDENCE_EDGES)
+
+
+def position_buckets(frame: pd.DataFrame) -> list[dict]:
+    """KL and top-1 agreement by the position in the chunk: how an error grows with the context before it.
+
+    Buckets double: 0 to 63, 64 to 127, 128 to 255, and so on to the chunk's length.
+    """
+    position, edges = frame["position"].to_numpy(), [0, FIRST_POSITIONS]
+    while edges[-1] <= position.max():
+        edges.append(2 * edges[-1])
+    return _buckets(frame, position, [*edges[:-1], int(position.max()) + 1])
+
+
+def _buckets(frame: pd.DataFrame, values: np.ndarray, edges) -> list[dict]:
+    """Positions, mean KL and top-1 agreement where from <= value < to."""
+    bucket = np.digitize(values, edges) - 1
+    agree, kl = (frame["top1"] == frame["reference_top1"]).to_numpy(), frame["kl"].to_numpy()
     result = []
-    for index in range(len(CONFIDENCE_EDGES) - 1):
-        inside = buckets == index
+    for index, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        inside = bucket == index
         count = int(inside.sum())
         result.append(
             {
-                "from": CONFIDENCE_EDGES[index],
-                "to": CONFIDENCE_EDGES[index + 1],
+                "from": low,
+                "to": high,
                 "positions": count,
-                "kl": float(frame["kl"].to_numpy()[inside].mean()) if count else None,
+                "kl": float(kl[inside].mean()) if count else None,
                 "top1": float(agree[inside].mean()) if count else None,
             }
         )

@@ -5,20 +5,27 @@ import torch.nn.functional as F
 
 from yardstick.models.config import ModelConfig
 from yardstick.models.parts import Rotary, Stages, Weights, apply_rotary, linear, norm
+from yardstick.models.state import LayerState
 
 
-def attention_stages(normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary) -> Stages:
+def attention_stages(
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | None
+) -> Stages:
     """Stages of the attention of one block, on normed states [batch, length, hidden]; see `layers.block_stages`."""
     yield ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), normed
-    context = attention_context(normed, weights, config, rotary)
+    context = attention_context(normed, weights, config, rotary, state)
     del normed
     yield ("self_attn.o_proj",), context
     return linear(context, weights, "self_attn.o_proj")
 
 
-def attention_context(normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary) -> torch.Tensor:
+def attention_context(
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | None
+) -> torch.Tensor:
     """Attention up to the input of o_proj: [batch, length, heads * head_dim]."""
     batch, length, _ = normed.shape
+    past = state.length if state else 0
+    here = tuple(table[past : past + length] for table in rotary)
 
     def heads(name: str, count: int) -> torch.Tensor:
         return linear(normed, weights, f"self_attn.{name}").view(batch, length, count, -1)
@@ -26,7 +33,7 @@ def attention_context(normed: torch.Tensor, weights: Weights, config: ModelConfi
     def rotated(states: torch.Tensor, gain: str) -> torch.Tensor:
         if config.qk_norm:
             states = norm(states, weights[f"self_attn.{gain}.weight"], config)
-        return apply_rotary(states.transpose(1, 2), rotary)
+        return apply_rotary(states.transpose(1, 2), here)
 
     query, gate = heads("q_proj", config.num_heads), None
     if config.gated_attention:  # each head's rows are its query, then its gate
@@ -34,10 +41,27 @@ def attention_context(normed: torch.Tensor, weights: Weights, config: ModelConfi
     query = rotated(query, "q_norm")
     key = rotated(heads("k_proj", config.num_kv_heads), "k_norm")
     value = heads("v_proj", config.num_kv_heads).transpose(1, 2)
-    repeats = config.num_heads // config.num_kv_heads
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    context = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+    if state:
+        key, value = state.extend(key, value)
+    context = attend(query, key, value, past).transpose(1, 2)
     if gate is not None:
         context = context * torch.sigmoid(gate)
     return context.reshape(batch, length, -1)
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, past: int) -> torch.Tensor:
+    """Causal attention of queries [batch, heads, length, head_dim] that come `past` positions after the first key.
+
+    torch's kernel works by blocks: no [length, length] matrix is held, whatever the length.
+    """
+    batch, count, length, width = query.shape
+    repeats = count // key.shape[1]
+    if length == 1:  # the heads that share a key are rows of one product, and all of the past is seen
+        grouped = query.reshape(batch, key.shape[1], repeats, width)
+        return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, count, 1, width)
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if past == 0:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    seen = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=seen)

@@ -41,6 +41,16 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretch of the slow rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Shapes and constants of a decoder-only transformer."""
 
@@ -60,6 +70,7 @@ class ModelConfig:
     gated_attention: bool = False
     zero_centred_norm: bool = False
     rotary_dim: int | None = None  # of head_dim; None: all of it
+    rope_scaling: Llama3Scaling | None = None
     layer_kinds: tuple[str, ...] | None = None  # None: attention everywhere
     delta: DeltaShape | None = None
     prefix: str = "model."
@@ -170,7 +181,8 @@ def load_config(folder: Path) -> ModelConfig:
         family = raw.get("model_type")
     if family not in FAMILIES:
         raise YardstickError(f"{path}: model_type {family} is not supported (supported: {', '.join(FAMILIES)})")
-    rope = raw.get("rope_parameters") or {}
+    # transformers 5 writes one object; before, theta stood alone and the scaling had its own
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     hybrid = family == "qwen3_5_text"
     check_options(path, raw, rope, hybrid)
     try:
@@ -189,6 +201,7 @@ def load_config(folder: Path) -> ModelConfig:
             rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else raw["rope_theta"]),
             tied_head=bool(raw.get("tie_word_embeddings", False)),
             rotary_dim=int(head_dim * factor),
+            rope_scaling=llama3_scaling(rope) if rope_type(rope) == "llama3" else None,
             layer_kinds=hybrid_layers(raw) if hybrid else None,
             delta=delta_shape(raw) if hybrid else None,
             prefix=prefix,
@@ -206,13 +219,13 @@ def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
     Raises:
         YardstickError: names the option, its value and the supported one.
     """
-    scaling = raw.get("rope_scaling") or {}
+    scaling = raw.get("rope_scaling") or rope
     if not isinstance(rope, dict) or not isinstance(scaling, dict):
         raise YardstickError(f"{path}: rope_parameters and rope_scaling must be objects")
     plain_layers = hybrid or set(raw.get("layer_types") or [ATTENTION]) == {ATTENTION}
     unsupported = {
-        "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
-        "rope_scaling": (scaling.get("rope_type", scaling.get("type", "default")), "default"),
+        "rope_scaling": (rope_type(scaling), rope_type(rope)),  # where a config holds both
+        "rope_type": (rope_type(rope), "llama3" if rope_type(rope) == "llama3" else "default"),
         "layer_types": ("full_attention everywhere" if plain_layers else "mixed", "full_attention everywhere"),
         "no_rope_layers": (raw.get("no_rope_layers") or None, None),
         "quantization_config": (bool(raw.get("quantization_config")), False),
@@ -227,6 +240,16 @@ def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
     for key, (found, supported) in unsupported.items():
         if found != supported:
             raise YardstickError(f"{path}: {key} = {found} is not supported (supported: {supported})")
+
+
+def rope_type(rope: dict) -> str:
+    """Kind of rotary embedding; older configs call the key `type`."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def llama3_scaling(rope: dict) -> Llama3Scaling:
+    """The four numbers of `rope_type: llama3`."""
+    return Llama3Scaling(**{name: rope[name] for name in Llama3Scaling.__dataclass_fields__})
 
 
 def hybrid_layers(raw: dict) -> tuple[str, ...]:

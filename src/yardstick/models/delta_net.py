@@ -14,25 +14,31 @@ import torch.nn.functional as F
 
 from yardstick.models.config import ModelConfig
 from yardstick.models.parts import Rotary, Stages, Weights, linear, normalize
+from yardstick.models.state import LayerState
 
 CHUNK = 64
 UNIT_EPS = 1e-6
 
 
-def delta_net_stages(normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary) -> Stages:
+def delta_net_stages(
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | None
+) -> Stages:
     """Stages of the delta net of one block, on normed states [batch, length, hidden]; positions need no rotary."""
     yield ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), normed
-    output = delta_net_output(normed, weights, config)
+    output = delta_net_output(normed, weights, config, state)
     del normed
     yield ("linear_attn.out_proj",), output
     return linear(output, weights, "linear_attn.out_proj")
 
 
-def delta_net_output(normed: torch.Tensor, weights: Weights, config: ModelConfig) -> torch.Tensor:
+def delta_net_output(
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, state: LayerState | None
+) -> torch.Tensor:
     """The delta net up to the input of out_proj: [batch, length, value_heads * value_dim]."""
     shape, (batch, length, _) = config.delta, normed.shape
     mixed = linear(normed, weights, "linear_attn.in_proj_qkv")
-    mixed = F.silu(causal_convolution(mixed, weights["linear_attn.conv1d.weight"]))
+    mixed, window = causal_convolution(mixed, weights["linear_attn.conv1d.weight"], state.window if state else None)
+    mixed = F.silu(mixed)
     query, key, value = mixed.split((shape.keys, shape.keys, shape.values), dim=-1)
     query = unit_length(query.reshape(batch, length, shape.key_heads, shape.key_dim))
     key = unit_length(key.reshape(batch, length, shape.key_heads, shape.key_dim))
@@ -43,7 +49,10 @@ def delta_net_output(normed: torch.Tensor, weights: Weights, config: ModelConfig
     beta = torch.sigmoid(linear(normed, weights, "linear_attn.in_proj_b")).float()
     step = F.softplus(linear(normed, weights, "linear_attn.in_proj_a").float() + weights["linear_attn.dt_bias"].float())
     log_decay = -weights["linear_attn.A_log"].float().exp() * step
-    states, _ = chunked_delta_rule(query, key, value, log_decay, beta)
+    rule = recurrent_delta_rule if length == 1 else chunked_delta_rule
+    states, memory = rule(query, key, value, log_decay, beta, state.memory if state else None)
+    if state:
+        state.window, state.memory = window, memory
 
     gate = linear(normed, weights, "linear_attn.in_proj_z").view(states.shape)
     # the gated norm's gain is w itself, unlike the 1 + w of the block's norms
@@ -53,11 +62,19 @@ def delta_net_output(normed: torch.Tensor, weights: Weights, config: ModelConfig
     return (states * F.silu(gate.float())).to(normed.dtype).reshape(batch, length, -1)
 
 
-def causal_convolution(inputs: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-    """Each channel of [batch, length, channels] through its own kernel [channels, 1, width], looking back only."""
+def causal_convolution(
+    inputs: torch.Tensor, kernel: torch.Tensor, window: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each channel of [batch, length, channels] through its own kernel [channels, 1, width], looking back only.
+
+    `window` holds the width - 1 inputs before the first, zeros if left out. Returns the outputs and the next window.
+    """
     channels, _, width = kernel.shape
-    padded = F.pad(inputs.transpose(1, 2), (width - 1, 0))
-    return F.conv1d(padded, kernel, groups=channels).transpose(1, 2)
+    if window is None:
+        window = inputs.new_zeros(len(inputs), width - 1, channels)
+    padded = torch.cat((window, inputs), dim=1)
+    outputs = F.conv1d(padded.transpose(1, 2), kernel, groups=channels).transpose(1, 2)
+    return outputs, padded[:, padded.shape[1] - (width - 1) :].clone()
 
 
 def unit_length(states: torch.Tensor) -> torch.Tensor:

@@ -1,31 +1,57 @@
-"""The manifest of a model: where its Hugging Face folder lies, and the digest of every file."""
+"""A model that lies on this machine: its manifest says where, and the digest of every file."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from yardstick.errors import YardstickError
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text
+from yardstick.models.config import ModelConfig, load_config
+from yardstick.sources.base import audit_source
+from yardstick.sources.hf import HuggingFaceSource
 
 
-def model_folder(manifest: Path) -> Path:
-    """Folder that a manifest describes, every file checked; a relative one is relative to the manifest.
+@dataclass(frozen=True)
+class Original:
+    """The unquantized model, opened: every step but retrieval starts here."""
+
+    folder: Path
+    config: ModelConfig
+    source: HuggingFaceSource
+    digest: str  # of all files, wherever they lie
+
+
+def open_original(manifest: Path) -> Original:
+    """Open the model of a manifest; a relative folder is relative to the manifest.
+
+    Config, tokenizer and index are checked against their digests here, a file of weights when it is first read.
 
     Raises:
-        YardstickError: the manifest is missing or damaged, or a file of it is gone or has changed since.
+        YardstickError: the manifest is damaged, a file is gone or has changed since, or the tensors are not those
+            that the config asks for.
     """
     content = read_json(manifest, "folder", "files")
     folder = Path(manifest).parent / content["folder"]
+    weights = {}
     for name, digest in content["files"].items():
         if not (folder / name).is_file():
             raise YardstickError(
                 f"{folder}: file {name} of {manifest} is gone; delete the manifest to fetch the model again"
             )
-        if sha256_file(folder / name) != digest:
+        if name.endswith(".safetensors"):
+            weights[name] = digest
+        elif sha256_file(folder / name) != digest:
             raise YardstickError(
                 f"{folder}: file {name} is not the one that {manifest} was made of; delete the manifest to start again"
             )
-    return folder
+    return open_folder(folder, weights, sha256_text(canonical_json(content["files"])))
 
 
-def model_digest(manifest: Path) -> str:
-    """Digest of the model's files, wherever they lie."""
-    return sha256_text(canonical_json(read_json(manifest, "files")["files"]))
+def open_folder(folder: Path, weights: dict[str, str] | None = None, digest: str = "") -> Original:
+    """Open a Hugging Face folder as it lies, with the digests of its weights where they are known.
+
+    Raises:
+        YardstickError: the config is not supported, or its tensors are not there.
+    """
+    config, source = load_config(folder), HuggingFaceSource(folder, weights)
+    audit_source(source, config.tensors())
+    return Original(folder, config, source, digest)

@@ -5,6 +5,8 @@ matrices share, may replace their weights, and goes on: sequential quantization 
 the forward. Arithmetic follows Hugging Face's modules: norms and rotary angles in fp32, the rest in the weights' type.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -12,31 +14,69 @@ from yardstick.models.attention import attention_stages
 from yardstick.models.config import ATTENTION, DELTA, ModelConfig
 from yardstick.models.delta_net import delta_net_stages
 from yardstick.models.parts import Rotary, Stages, Weights, linear, norm
+from yardstick.models.state import LayerState
 
 MIXERS = {ATTENTION: attention_stages, DELTA: delta_net_stages}
 
 
-def block_stages(hidden: torch.Tensor, weights: Weights, config: ModelConfig, kind: str, rotary: Rotary) -> Stages:
+def block_stages(
+    hidden: torch.Tensor,
+    weights: Weights,
+    config: ModelConfig,
+    kind: str,
+    rotary: Rotary,
+    state: LayerState | None = None,
+) -> Stages:
     """One layer of some kind over hidden states [batch, length, hidden].
 
     Yields (names of the matrices that come next, the input they share); `weights` is read after each yield, so a
-    caller may change it in between. Returns the layer's output.
+    caller may change it in between. Returns the layer's output. With a state the positions come after those that the
+    state has seen, and are added to it; `rotary` is the table of all positions.
     """
+    length = hidden.shape[1]
     normed = norm(hidden, weights["input_layernorm.weight"], config)
-    hidden = hidden + (yield from MIXERS[kind](normed, weights, config, rotary))
+    hidden = hidden + (yield from MIXERS[kind](normed, weights, config, rotary, state))
     normed = norm(hidden, weights["post_attention_layernorm.weight"], config)
     yield ("mlp.gate_proj", "mlp.up_proj"), normed
     gated = F.silu(linear(normed, weights, "mlp.gate_proj"), inplace=True).mul_(linear(normed, weights, "mlp.up_proj"))
     del normed
     yield ("mlp.down_proj",), gated
+    if state:
+        state.length += length
     return hidden + linear(gated, weights, "mlp.down_proj")
 
 
-def run_block(hidden: torch.Tensor, weights: Weights, config: ModelConfig, kind: str, rotary: Rotary) -> torch.Tensor:
-    """One layer, start to end."""
-    stages = block_stages(hidden, weights, config, kind, rotary)
+def run_block(
+    hidden: torch.Tensor,
+    weights: Weights,
+    config: ModelConfig,
+    kind: str,
+    rotary: Rotary,
+    state: LayerState | None = None,
+    on_stage: Callable[[tuple[str, ...], torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """One layer, start to end; `on_stage` sees what the block stops for."""
+    stages = block_stages(hidden, weights, config, kind, rotary, state)
     while True:
         try:
-            next(stages)
+            names, inputs = next(stages)
         except StopIteration as stop:
             return stop.value
+        if on_stage:
+            on_stage(names, inputs)
+        del inputs
+
+
+def decode_block(
+    hidden: torch.Tensor, weights: Weights, config: ModelConfig, kind: str, rotary: Rotary, start: int
+) -> torch.Tensor:
+    """As `run_block`, but from `start` on one position at a time, from the state that the ones before left.
+
+    This is what generation does to a known text. It may be done layer by layer, since a layer's input at a position
+    depends on nothing after it.
+    """
+    state = LayerState(hidden.shape[1])
+    parts = [run_block(hidden[:, :start], weights, config, kind, rotary, state)]
+    for position in range(start, hidden.shape[1]):
+        parts.append(run_block(hidden[:, position : position + 1], weights, config, kind, rotary, state))
+    return torch.cat(parts, dim=1)

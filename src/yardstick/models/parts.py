@@ -33,11 +33,26 @@ def norm(hidden: torch.Tensor, gain: torch.Tensor, config: ModelConfig) -> torch
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype) -> Rotary:
-    """Cosine and sine [length, rotary_dim / 2] of position * theta^(-2i / rotary_dim), computed in fp32."""
-    width = config.rotary_dim or config.head_dim
-    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
-    angles = torch.arange(length, device=device).float()[:, None] / (config.rope_theta**exponents)
+    """Cosine and sine [length, rotary_dim / 2] of position * frequency, computed in fp32."""
+    angles = torch.arange(length, device=device).float()[:, None] * rotary_frequencies(config).to(device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
+    """theta^(-2i / rotary_dim), fp32 [rotary_dim / 2], stretched as Llama 3.1 does where the config says so.
+
+    Llama 3.1: frequencies whose wave is longer than original / low_freq_factor are divided by the factor, those whose
+    wave is shorter than original / high_freq_factor stay, and between the two it goes over linearly.
+    """
+    width, scaling = config.rotary_dim or config.head_dim, config.rope_scaling
+    exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    plain = 1.0 / (config.rope_theta**exponents)
+    if scaling is None:
+        return plain
+    turns = scaling.original_max_position_embeddings * plain / (2 * torch.pi)
+    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * plain / scaling.factor + share * plain
 
 
 def apply_rotary(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from yardstick.errors import YardstickError
 from yardstick.models.config import ModelConfig
-from yardstick.models.layers import run_block
+from yardstick.models.layers import decode_block, run_block
 from yardstick.models.parts import norm, rotary_table
-from yardstick.sources.base import TensorSource
+from yardstick.sources.base import LazyRows, TensorSource
 
+EMBEDDING_ROWS = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -62,9 +64,22 @@ def layers_ahead(
 def embed(
     source: TensorSource, config: ModelConfig, input_ids: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Hidden states [chunks, length, hidden] before the first layer."""
-    table = source.get(config.embedding_name)
-    return table[input_ids.long()].to(device=device, dtype=dtype)
+    """Hidden states [chunks, length, hidden] before the first layer. The embedding is read some rows at a time.
+
+    Raises:
+        YardstickError: an id is not in the vocabulary.
+    """
+    ids = input_ids.flatten().long()
+    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+        raise YardstickError(f"{source.path}: token ids reach {int(ids.max())}, the vocabulary is {config.vocab_size}")
+    table = source.rows(config.embedding_name)
+    hidden = torch.empty(len(ids), config.hidden_size, dtype=dtype, device=device)
+    for start in range(0, config.vocab_size, EMBEDDING_ROWS):
+        chosen = torch.nonzero((ids >= start) & (ids < start + EMBEDDING_ROWS)).squeeze(1)
+        if len(chosen):
+            rows = table[start : start + EMBEDDING_ROWS][ids[chosen] - start]
+            hidden[chosen.to(device)] = rows.to(device=device, dtype=dtype)
+    return hidden.view(*input_ids.shape, -1)
 
 
 def final_hidden_states(
@@ -74,11 +89,13 @@ def final_hidden_states(
     dtype: torch.dtype,
     batch_chunks: int,
     on_tokens: Callable[[int], None] = lambda tokens: None,
+    decode_from: int | None = None,
 ) -> torch.Tensor:
     """Final-normed hidden states [chunks, length, hidden] of token ids [chunks, length], in `dtype`.
 
     `batch_chunks` chunks share a matrix product; it is part of a result's recipe, since the order of additions in a
-    product may depend on it. `on_tokens` is told the tokens done, counted once per layer.
+    product may depend on it. `on_tokens` is told the tokens done, counted once per layer. With `decode_from` the
+    positions from there on go one at a time through the caches that generation uses.
     """
     device = pick_device()
     length = input_ids.shape[1]
@@ -87,20 +104,32 @@ def final_hidden_states(
     for layer, weights in layers_ahead(source, config, dtype, device):
         for start in range(0, len(hidden), batch_chunks):
             batch = slice(start, start + batch_chunks)
-            hidden[batch] = run_block(hidden[batch], weights, config, config.layer_kind(layer), rotary)
+            kind = config.layer_kind(layer)
+            if decode_from is None:
+                hidden[batch] = run_block(hidden[batch], weights, config, kind, rotary)
+            else:
+                hidden[batch] = decode_block(hidden[batch], weights, config, kind, rotary, decode_from)
             on_tokens(hidden[batch].shape[0] * length)
     gain = source.get(config.final_norm_name).to(device=device, dtype=dtype)
-    return norm(hidden, gain, config)
+    for start in range(0, len(hidden), batch_chunks):
+        batch = slice(start, start + batch_chunks)
+        hidden[batch] = norm(hidden[batch], gain, config)
+    return hidden
 
 
-def head_weight(source: TensorSource, config: ModelConfig) -> torch.Tensor:
-    """The candidate's output head [vocab, hidden] as its format defines it: its own, or its embedding if tied."""
-    return source.get("lm_head.weight" if "lm_head.weight" in source.infos() else config.head_name)
+def head_name(source: TensorSource, config: ModelConfig) -> str:
+    """Name of a candidate's output head: its own where it brings one, or the embedding that it is tied to."""
+    return "lm_head.weight" if "lm_head.weight" in source.infos() else config.head_name
+
+
+def head_rows(source: TensorSource, config: ModelConfig) -> torch.Tensor | LazyRows:
+    """The candidate's output head [vocab, hidden] as its format defines it, read by rows where the format can."""
+    return source.rows(head_name(source, config))
 
 
 def expected_tensors(config: ModelConfig, source: TensorSource) -> dict[str, tuple[int, ...]]:
     """Tensors that a candidate must hold. A candidate may untie a tied head by bringing its own."""
     expected = config.tensors()
-    if config.tied_head and "lm_head.weight" in source.infos():
+    if config.tied_head and head_name(source, config) != config.head_name:
         expected["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     return expected

@@ -45,6 +45,11 @@ class PackedWriter:
         """Put a tensor as it is into the shard that is being built."""
         self._tensors[name] = tensor.cpu().contiguous()
 
+    def add_kept(self, name: str, tensor: torch.Tensor, tied: bool = False) -> None:
+        """Put a matrix that the recipe leaves in bf16; a tied head that stays bf16 stays tied and is not stored."""
+        if not tied:
+            self.add_plain(name, tensor.bfloat16())
+
     def finish_shard(self, shard: str) -> None:
         """Write the shard and forget its tensors."""
         record = {"digest": self.digest, "schemes": self._schemes, "reports": self._reports}

@@ -140,7 +140,8 @@ def quantize_layer(
         if name not in names_of_quantized:
             tensor = source.get(config.layer_name(layer, name))
             is_kept = name.removesuffix(".weight") in config.layer_linears(layer)
-            run.writer.add_plain(config.layer_name(layer, name), tensor.bfloat16() if is_kept else tensor)
+            add = run.writer.add_kept if is_kept else run.writer.add_plain
+            add(config.layer_name(layer, name), tensor)
     return torch.cat(outputs)
 
 
@@ -150,8 +151,7 @@ def quantize_rest(run: GptqRun, source: TensorSource, config: ModelConfig, hidde
         run.writer.add_plain(name, source.get(name))
     head = source.get(config.head_name)
     if run.kept("lm_head.weight"):
-        if not config.tied_head:  # a tied head that stays bf16 stays tied
-            run.writer.add_plain("lm_head.weight", head.bfloat16())
+        run.writer.add_kept("lm_head.weight", head, config.tied_head)
         return
     gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
     hessian = Hessian(hidden.shape[-1], hidden.device)

@@ -25,14 +25,15 @@ def quantize_model(
         for shard, names in shards.items():
             if not writer.has_shard(shard):
                 for name in names:
-                    tensor = source.get(config.head_name if name == "lm_head.weight" else name)
-                    if name not in matrices or (keep and keep.search(name)):
-                        # a tied head that stays bf16 stays tied
-                        if not (name == "lm_head.weight" and config.tied_head):
-                            writer.add_plain(name, tensor.bfloat16() if name in matrices else tensor)
-                        continue
-                    codes, scales, minima = round_to_nearest(tensor.float(), grid)
-                    writer.add_quantized(name, codes, scales, minima, grid.group_size)
+                    is_head = name == "lm_head.weight"
+                    tensor = source.get(config.head_name if is_head else name)
+                    if name not in matrices:
+                        writer.add_plain(name, tensor)
+                    elif keep and keep.search(name):
+                        writer.add_kept(name, tensor, is_head and config.tied_head)
+                    else:
+                        codes, scales, minima = round_to_nearest(tensor.float(), grid)
+                        writer.add_quantized(name, codes, scales, minima, grid.group_size)
                 writer.finish_shard(shard)
             done(1)
     return list(shards)

@@ -42,7 +42,8 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[s
     parts += ["### Distribution of the KL\n", quantile_table(results) + "\n"]
     parts += ["### Perplexity and the true token\n", perplexity_table(results) + "\n"]
     parts += ["### By corpus\n", corpus_table(results) + "\n"]
-    parts += ["### By confidence of the original\n", confidence_table(results) + "\n"]
+    parts += ["### By confidence of the original\n", bucket_table(results, "confidence", "p1") + "\n"]
+    parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
     parts += ["### What is stored\n", storage_table(results) + "\n"]
     parts += ["### Quantizers on their calibration data\n", *calibration_section(results, folder)]
     parts += ["### Corpora\n", corpora_table(corpora) + "\n"]
@@ -87,14 +88,15 @@ def corpus_table(results: ModelResults) -> str:
     return table(header, rows)
 
 
-def confidence_table(results: ModelResults) -> str:
+def bucket_table(results: ModelResults, key: str, label: str) -> str:
+    """KL and top-1 agreement of every candidate in the buckets that its summary holds under `key`."""
     if not results.measured:
         return ""
-    buckets = results.measured[0].summary["confidence"]
-    header = ["candidate"] + [f"p1 {b['from']:g}–{b['to']:g} (n {b['positions']}): KL / top-1" for b in buckets]
+    buckets = results.measured[0].summary[key]
+    header = ["candidate"] + [f"{label} {b['from']:g}–{b['to']:g} (n {b['positions']}): KL / top-1" for b in buckets]
     rows = []
     for row in results.measured:
-        cells = ["–" if b["kl"] is None else f"{figure(b['kl'])} / {b['top1']:.3f}" for b in row.summary["confidence"]]
+        cells = ["–" if b["kl"] is None else f"{figure(b['kl'])} / {b['top1']:.3f}" for b in row.summary[key]]
         rows.append([row_name(row, results), *cells])
     return table(header, rows)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import libgguf
@@ -12,8 +13,9 @@ from gguf import GGUFWriter, RopeScalingType
 from yardstick.errors import YardstickError
 from yardstick.files import atomic_path, read_json
 from yardstick.models.config import ModelConfig
+from yardstick.models.folder import Original
+from yardstick.models.parts import rotary_frequencies
 from yardstick.rivals.gguf_types import MIXES, tensor_type
-from yardstick.sources.base import TensorSource
 from yardstick.sources.gguf import ROTARY_PERMUTED, gguf_name, permute_rotary
 
 ROWS_AT_ONCE = 512
@@ -33,19 +35,18 @@ def quantize_matrix(
 
 def write_gguf(
     path: Path,
-    source: TensorSource,
-    config: ModelConfig,
-    folder: Path,
+    original: Original,
     mix: str,
     importance: dict[str, np.ndarray] | None,
     threads: int,
     on_weights: Callable[[int], None] = lambda weights: None,
 ) -> dict[str, str]:
-    """Write all tensors of `source`; returns GGUF name to type name.
+    """Write all tensors of the model; returns GGUF name to type name.
 
     Raises:
         YardstickError: a tensor has no GGUF name, or its width fits no type.
     """
+    config = original.config
     if config.family not in ROTARY_PERMUTED:
         known = ", ".join(ROTARY_PERMUTED)
         raise YardstickError(f"rival {mix}: a {config.family} model cannot be written as GGUF yet (supported: {known})")
@@ -53,9 +54,9 @@ def write_gguf(
     types: dict[str, str] = {}
     with atomic_path(path) as temporary, ThreadPoolExecutor(threads) as pool:
         writer = GGUFWriter(temporary, arch=config.family)
-        add_metadata(writer, config, folder, mix)
+        add_metadata(writer, config, original.folder, mix)
         for name, shape in config.tensors().items():
-            tensor = source.get(name).float()
+            tensor = original.source.get(name).float()
             module = name.split(".")[-2]
             if module in heads:
                 tensor = permute_rotary(tensor, heads[module])
@@ -69,6 +70,9 @@ def write_gguf(
             data = quantize_matrix(values, kind, (importance or {}).get(target), pool)
             writer.add_tensor(target, data, raw_dtype=kind)
             on_weights(values.size)
+        if config.rope_scaling:
+            plain = rotary_frequencies(replace(config, rope_scaling=None))
+            writer.add_tensor("rope_freqs.weight", (plain / rotary_frequencies(config)).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

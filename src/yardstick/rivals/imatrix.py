@@ -12,7 +12,7 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.files import atomic_path
 from yardstick.models.config import ModelConfig
-from yardstick.models.layers import block_stages
+from yardstick.models.layers import run_block
 from yardstick.models.parts import rotary_table
 from yardstick.models.prefill import embed, layers_ahead, pick_device
 from yardstick.sources.base import TensorSource
@@ -33,19 +33,17 @@ def column_square_sums(
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     sums: dict[str, torch.Tensor] = {}
     for layer, weights in layers_ahead(source, config, dtype, device):
+
+        def add_squares(names: tuple[str, ...], inputs: torch.Tensor, layer: int = layer) -> None:
+            squares = inputs.flatten(0, 1).square().sum(dim=0)
+            for name in names:
+                key = config.layer_name(layer, f"{name}.weight")
+                sums[key] = sums.get(key, 0) + squares
+
         for start in range(0, len(hidden), batch):
             rows = slice(start, start + batch)
-            stages = block_stages(hidden[rows], weights, config, config.layer_kind(layer), rotary)
-            while True:
-                try:
-                    names, inputs = next(stages)
-                except StopIteration as stop:
-                    hidden[rows] = stop.value
-                    break
-                squares = inputs.flatten(0, 1).square().sum(dim=0)
-                for name in names:
-                    key = config.layer_name(layer, f"{name}.weight")
-                    sums[key] = sums.get(key, 0) + squares
+            kind = config.layer_kind(layer)
+            hidden[rows] = run_block(hidden[rows], weights, config, kind, rotary, on_stage=add_squares)
             on_tokens(hidden[rows].shape[0] * input_ids.shape[1])
     return sums
 

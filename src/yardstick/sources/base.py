@@ -6,7 +6,7 @@ Rounding them to bf16 here would add an error of its own to 8-bit formats and wo
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,11 @@ class TensorSource(ABC):
     def read(self, name: str) -> torch.Tensor:
         """Decode one tensor; use `get`, which checks it."""
 
+    def rows(self, name: str) -> "torch.Tensor | LazyRows":
+        """A matrix that gives its rows by slices. Formats that can decode rows alone hand out `LazyRows`, so that a
+        vocabulary of gigabytes is never held; by default the whole matrix is decoded."""
+        return self.get(name)
+
     def ignored(self) -> dict[str, str]:
         """Tensors of the file that the forward does not need, with the reason for each."""
         return {}
@@ -67,6 +72,25 @@ class TensorSource(ABC):
             raise YardstickError(f"{self.path}: tensor {name} has shape {tuple(tensor.shape)}, header says {expected}")
         require_finite(tensor, f"{self.path}: tensor {name}")
         return tensor
+
+
+class LazyRows:
+    """A matrix of a source that is read by rows: `len()` and slices, each decoded and checked when asked for."""
+
+    def __init__(self, source: TensorSource, name: str, read: Callable[[int, int], torch.Tensor]) -> None:
+        if name not in source.infos():
+            raise YardstickError(f"{source.path}: tensor {name} is missing")
+        self._length, self._read = source.infos()[name].shape[0], read
+        self._what = f"{source.path}: tensor {name}"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(self._length)
+        values = self._read(start, stop)
+        require_finite(values, f"{self._what} from row {start}")
+        return values
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from yardstick.errors import YardstickError
-from yardstick.sources.base import TensorInfo, TensorSource
+from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.gguf_file import GgufFile, GgufTensor
 
 LAYER_NAMES = {
@@ -102,7 +102,7 @@ class GgufSource(TensorSource):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        file = GgufFile(self.path)
+        self._file = file = GgufFile(self.path)
         architecture = file.value("general.architecture")
         if architecture not in ROTARY_PERMUTED:
             known = ", ".join(sorted(ROTARY_PERMUTED))
@@ -124,6 +124,17 @@ class GgufSource(TensorSource):
         return {name: reason for name, reason in IGNORED.items() if name in self._tensors}
 
     def read(self, name: str) -> torch.Tensor:
-        values = torch.from_numpy(dequantize_gguf(self._tensors[name]).copy())
+        values = self._decode(self._tensors[name])
         module = name.split(".")[-2]
         return unpermute_rotary(values, self._heads[module]) if module in self._heads else values
+
+    def rows(self, name: str) -> torch.Tensor | LazyRows:
+        if name not in self._tensors or name.split(".")[-2] in self._heads:
+            return self.get(name)
+        tensor = self._tensors[name]
+        return LazyRows(self, name, lambda start, stop: self._decode(tensor.part(start, stop)))
+
+    def _decode(self, tensor: GgufTensor) -> torch.Tensor:
+        values = torch.from_numpy(dequantize_gguf(tensor).copy())
+        self._file.forget_pages()
+        return values

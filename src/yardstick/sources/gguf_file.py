@@ -35,6 +35,11 @@ class GgufTensor:
         """Bytes by row: uint8 [rows, bytes of a row]."""
         return self.data.reshape(prod(self.shape[:-1]), -1)
 
+    def part(self, start: int, stop: int) -> "GgufTensor":
+        """Rows `start` to `stop` of a matrix."""
+        data = self.rows[start:stop].reshape(-1)
+        return GgufTensor(self.name, (stop - start, *self.shape[1:]), self.kind, data)
+
 
 class GgufFile:
     """An open GGUF file.
@@ -108,6 +113,10 @@ class GgufFile:
             raise YardstickError(f"{self.path}: tensor {name} is there twice")
         data = np.frombuffer(self._map, dtype=np.uint8, count=length, offset=offset)
         self.tensors[name] = GgufTensor(name, shape, kind, data)
+
+    def forget_pages(self) -> None:
+        """Give back the memory of pages that were read; they come from the file again when they are needed."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def value(self, key: str, default: Any = None) -> Any:
         """A metadata value: number, bool, string or list.

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.files import read_json, sha256_file
+from yardstick.files import read_json
 from yardstick.quantize.pack import dequantize, unpack_nibbles
-from yardstick.sources.base import TensorInfo, TensorSource
-from yardstick.sources.hf import SafetensorsReader, checkpoint_files
+from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
+from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
 
 CODES, SCALES, MINIMA = ".weight_codes", ".weight_scales", ".weight_minima"
 
@@ -26,10 +26,7 @@ class PackedSource(TensorSource):
             raise YardstickError(
                 f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?"
             ) from None
-        for name, digest in index["metadata"]["yardstick"].get("sha256", {}).items():
-            if (self.path / name).is_file() and sha256_file(self.path / name) != digest:
-                raise YardstickError(f"{self.path / name}: is not the shard that its index was written for")
-        self._reader = SafetensorsReader(checkpoint_files(self.path))
+        self._reader = SafetensorsReader(checkpoint_files(self.path), index["metadata"]["yardstick"].get("sha256"))
         self._infos = {}
         consumed = set()
         for name, scheme in self._schemes.items():
@@ -51,13 +48,20 @@ class PackedSource(TensorSource):
         return self._infos
 
     def read(self, name: str) -> torch.Tensor:
-        if name not in self._schemes:
-            return self._reader.tensor(name)
-        return decode_matrix(self._reader.tensor, name, self._schemes[name])
+        return self._read_rows(name, 0, None)
+
+    def rows(self, name: str) -> LazyRows:
+        return LazyRows(self, name, lambda start, stop: self._read_rows(name, start, stop))
+
+    def _read_rows(self, name: str, start: int, stop: int | None) -> torch.Tensor:
+        def stored(part: str) -> torch.Tensor:
+            return self._reader.tensor(part, start, stop)
+
+        return decode_matrix(stored, name, self._schemes[name]) if name in self._schemes else stored(name)
 
 
 def decode_matrix(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
-    """fp32 values [out, in] of one packed matrix; `stored` gives a stored tensor by its name."""
+    """fp32 values [out, in] of one packed matrix, or of some of its rows; `stored` gives a stored tensor by name."""
     stem = name.removesuffix(".weight")
     codes = unpack_nibbles(stored(stem + CODES), scheme["shape"][1])
     return dequantize(codes, stored(stem + SCALES), stored(stem + MINIMA), scheme["group_size"])
