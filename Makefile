@@ -16,6 +16,7 @@ test: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench
+	$(BIN)/python -m tests.bench_scale
 
 # take the current corpora as the ones that every later run must agree with
 pin: $(VENV)/.installed

@@ -24,6 +24,8 @@ NOISE_FLOORS = {
 DECODE_CHUNKS = 8  # decoded together: a step is a product with that many rows
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
 RESERVED = {"reference"}
+# keys of models and rivals that say nothing about how they are made
+USED_ELSEWHERE = {"corpora_pin", "recorded", "architecture", "bytes", "models"}
 RESERVED_MODELS = {"plots", "table.md", "quantization.md"}
 
 
@@ -47,15 +49,36 @@ class Experiment:
 
     @property
     def candidates(self) -> list[str]:
-        """All rows of a table: variants, rivals and noise floors."""
+        """Every name that is a row of some table: variants, rivals and noise floors."""
         return [*self.variants, *self.rivals, *NOISE_FLOORS]
 
+    def candidates_of(self, model: str) -> list[str]:
+        """Rows of one model's table; a rival may be limited to some models."""
+        return [name for name in self.candidates if model in self.models_of(name)]
+
+    def models_of(self, candidate: str) -> list[str]:
+        """Models that a candidate is measured for."""
+        return self.rivals.get(candidate, {}).get("models") or list(self.models)
+
+    def pairs(self, *groups: dict) -> list[tuple[str, str]]:
+        """(model, candidate) of every row, or of those whose candidate is in one of `groups`."""
+        return [
+            (model, name)
+            for model in self.models
+            for name in self.candidates_of(model)
+            if not groups or any(name in group for group in groups)
+        ]
+
+    def model_recipe(self, model: str) -> dict:
+        """Where a model comes from, without the keys that other steps use."""
+        return {key: value for key, value in self.models[model].items() if key not in USED_ELSEWHERE}
+
     def recipe(self, candidate: str) -> dict:
-        """How the candidate itself is made."""
+        """How the candidate itself is made; where else it is used changes nothing about it."""
         if candidate in self.variants:
             return self.variants[candidate]
         if candidate in self.rivals:
-            return self.rivals[candidate]
+            return {key: value for key, value in self.rivals[candidate].items() if key not in USED_ELSEWHERE}
         return {"kind": candidate}
 
     def evaluation_recipe(self, candidate: str) -> dict:
@@ -65,7 +88,8 @@ class Experiment:
         if candidate in self.variants:
             return recipe | {"source": "packed"}
         if candidate in self.rivals:
-            return recipe | {"source": self.rivals[candidate]["kind"]}
+            rival = self.rivals[candidate]
+            return recipe | {"source": rival.get("format", rival["kind"])}
         recipe["source"] = "hf"
         if candidate == "noise-hf":
             return recipe | {"forward": "transformers"}
@@ -88,8 +112,9 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
     for name, model in experiment.models.items():
         if name in RESERVED_MODELS:
             raise YardstickError(f"config: model name {name} is reserved")
-        if model["corpora_pin"] and not Path(model["corpora_pin"]).is_file():
-            raise YardstickError(f"config: models.{name}.corpora_pin: {model['corpora_pin']}: no such file")
+        for key in ("corpora_pin", "recorded", "architecture"):
+            if model[key] and not Path(model[key]).is_file():
+                raise YardstickError(f"config: models.{name}.{key}: {model[key]}: no such file")
     for part in ("evaluation", "calibration"):
         if "file" in config["corpora"][part]["texts"]:  # numpy keeps that name for itself
             raise YardstickError(f"config: corpora.{part}.texts: name file is reserved")
@@ -99,11 +124,19 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             raise YardstickError(f"config: candidate name {name} is reserved")
     for name in set(experiment.variants) & set(experiment.rivals):
         raise YardstickError(f"config: {name} is both in variants and in rivals")
+    for name, rival in experiment.rivals.items():
+        unknown = sorted(set(rival["models"] or []) - set(experiment.models))
+        if unknown:
+            known = ", ".join(experiment.models)
+            raise YardstickError(f"config: rivals.{name}.models: there is no model {unknown[0]} (known: {known})")
     for key in ("baseline", "bar"):
         if config[key] not in names:
             raise YardstickError(
                 f"config: {key}: {config[key]!r} is not a variant or rival (known: {', '.join(names)})"
             )
+    missing = [model for model in experiment.models if config["baseline"] not in experiment.candidates_of(model)]
+    if missing:
+        raise YardstickError(f"config: baseline: {config['baseline']!r} is not made for the model {missing[0]}")
     for name, recipe in experiment.variants.items():
         try:
             re.compile(recipe["keep_bf16"] or "")
@@ -114,8 +147,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
 
 def _check(value: Any, schema: dict, root: dict, where: str) -> None:
     """Validate `value` in place: kinds are resolved by their key, defaults are filled in, the first fault is raised."""
-    if "$ref" in schema:
-        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+    schema = _resolve(schema, root)
     if "x-kinds" in schema:
         kinds, key = root["$defs"][schema["x-kinds"]], schema["x-key"]
         if not isinstance(value, dict) or not isinstance(value.get(key), str) or value[key] not in kinds:
@@ -123,7 +155,7 @@ def _check(value: Any, schema: dict, root: dict, where: str) -> None:
             raise YardstickError(f"{where}.{key}: must be one of {', '.join(kinds)} (got {found!r})")
         schema = kinds[value[key]]
     if isinstance(value, dict) and schema.get("type") == "object":
-        known = schema.get("properties", {})
+        known = {name: _resolve(rule, root) for name, rule in schema.get("properties", {}).items()}
         for name, rule in known.items():
             if name not in value and "default" in rule:
                 value[name] = copy.deepcopy(rule["default"])
@@ -149,3 +181,8 @@ def _check(value: Any, schema: dict, root: dict, where: str) -> None:
     error = next(jsonschema.Draft202012Validator(plain).iter_errors(value), None)
     if error:
         raise YardstickError(f"{where}: {error.message}")
+
+
+def _resolve(schema: dict, root: dict) -> dict:
+    """The definition that a `$ref` points to, or the schema itself."""
+    return root["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema

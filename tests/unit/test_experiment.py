@@ -1,4 +1,5 @@
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_default_config_is_whole():
             "models.smollm2-135m.corpora_pin: no/pin.json: no such file",
         ),
         ("models/table.md", {"kind": "local", "path": "x"}, "model name table.md is reserved"),
+        (
+            "models/smollm2-135m/recorded",
+            "no/figures.json",
+            "models.smollm2-135m.recorded: no/figures.json: no such file",
+        ),
+        ("rivals/gguf-q4_0/models", ["other"], "config: rivals.gguf-q4_0.models: there is no model other"),
+        ("rivals/x", {"kind": "hub", "format": "gguf"}, "config.rivals.x: key 'repository' is missing"),
+        ("rivals/x", {"kind": "local", "format": "A B", "path": "y"}, "config.rivals.x.format: 'A B' does not match"),
         ("evaluation/dtype", "float8", "config.evaluation.dtype: 'float8' is not one of"),
         ("baseline", "gptq-g96", "config: baseline: 'gptq-g96' is not a variant or rival"),
         ("bar", None, "config: key 'bar' is missing"),
@@ -127,3 +136,30 @@ def test_a_stage_is_made_of_its_own_modules():
 def test_code_digest_depends_on_the_modules():
     assert code_digest("yardstick.cli.summarize") == code_digest("yardstick.cli.summarize")
     assert code_digest("yardstick.cli.summarize") != code_digest("yardstick.cli.evaluate")
+
+
+def test_a_rival_of_one_model_is_a_row_of_that_model():
+    config = changed("rivals/gguf-q4_0/models", ["smollm2-135m"])
+    config["models"]["other"] = {"kind": "local", "path": "x"}
+    experiment = load_experiment(config)
+    assert "gguf-q4_0" in experiment.candidates_of("smollm2-135m")
+    assert "gguf-q4_0" not in experiment.candidates_of("other") and "gguf-q8_0" in experiment.candidates_of("other")
+    assert ("other", "gguf-q4_0") not in experiment.pairs() and ("other", "noise-hf") in experiment.pairs()
+    assert ("smollm2-135m", "noise-hf") not in experiment.pairs(experiment.variants, experiment.rivals)
+    # where a rival is used says nothing about how it is made
+    assert experiment.recipe("gguf-q4_0") == {"kind": "gguf", "mix": "Q4_0", "imatrix": False}
+    config["baseline"] = "gguf-q4_0"
+    with pytest.raises(YardstickError, match="baseline: 'gguf-q4_0' is not made for the model other"):
+        load_experiment(config)
+
+
+@pytest.mark.parametrize("name", ["config", "qwen3-0.6b", "qwen3.8-27b"])
+def test_published_configs_are_whole(name):
+    experiment = load_experiment(yaml.safe_load(Path(f"config/{name}.yaml").read_text()))
+    model = next(iter(experiment.models))
+    assert {"rtn-g128", "gptq-g128", "gptq-g128-actorder", "gptq-g128-mse", "gptq-g64"} <= set(experiment.variants)
+    assert experiment.candidates_of(model)[-3:] == ["noise-hf", "noise-arithmetic", "noise-decode"]
+    if recorded := experiment.models[model]["recorded"]:
+        figures = json.loads(Path(recorded).read_text())["candidates"]
+        assert set(figures) <= set(experiment.candidates_of(model))
+        assert set(figures) >= {*experiment.variants, *experiment.rivals}

@@ -9,9 +9,10 @@ from yardstick.files import write_json
 from yardstick.report.document import write_record
 from yardstick.report.markdown import fidelity_table, figure
 from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
+from yardstick.report.recorded import recorded_section
 from yardstick.report.results import load_results, verdict
 
-RECIPE = {"candidates": ["good", "bad", "rival", "noise-hf"], "baseline": "good", "bar": "rival", "seed": 0}
+RECIPE = {"models": {"m": ["good", "bad", "rival", "noise-hf"]}, "baseline": "good", "bar": "rival", "seed": 0}
 
 
 def write_candidate(folder, name, kl, failed=None, chunks=4):
@@ -81,8 +82,8 @@ def test_candidates_measured_on_other_positions_are_refused(results):
 def test_record_and_plots_hold_every_candidate(results):
     loaded = load_results(results, "m", RECIPE)
     entry = {"origin": "o", "licence": "l", "windows": [1, 2], "text_sha256": "f" * 64, "ids_sha256": "9" * 64}
-    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results)])
-    for name in RECIPE["candidates"]:
+    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results, None)])
+    for name in RECIPE["models"]["m"]:
         assert text.count(name) >= 2
     plot_kl_against_bits(loaded, results / "a.png")
     plot_kl_tail(loaded, results / "b.png")
@@ -94,3 +95,31 @@ def test_figures_do_not_round_a_floor_to_zero():
     assert figure(0.0232) == "0.0232"
     assert figure(6e-11) == "6.0e-11"
     assert figure(0.0) == "0.0000"
+
+
+def test_recorded_figures_stand_beside_measured_ones(results, tmp_path):
+    path = tmp_path / "recorded.json"
+    figures = {
+        "good": {"kl.mean": 0.02, "corpora.prose.kl.mean": 0.03, "bits_per_weight.all": 4.71, "ppl.difference": 0.5},
+        "bad": {"kl.mean": 0.1},
+        "elsewhere": {"top1": 0.966},
+    }
+    write_json(path, {"origin": "somebody's account", "candidates": figures})
+    text = "\n".join(recorded_section(load_results(results, "m", RECIPE), path))
+    assert "Recorded figures: somebody's account" in text
+    # chunks 0 and 1 are prose: 0.02 * (1 + mean(0, 0.1)), of all four 0.02 * 1.15
+    assert "| `good` (baseline) | kl.mean | 0.0230 | 0.0200 | +0.0030 |" in text
+    assert "| `good` (baseline) | corpora.prose.kl.mean | 0.0210 | 0.0300 | -0.0090 |" in text
+    assert "| `good` (baseline) | bits_per_weight.all | 4.25 | 4.71 | -0.46 |" in text
+    assert "| `good` (baseline) | ppl.difference | 0.000 | 0.500 | -0.500 |" in text
+    assert "| `bad` | kl.mean | failed | 0.1000 | – |" in text
+    assert "| `elsewhere` | top1 | not in this table | 0.966 | – |" in text
+    write_json(path, {"origin": "x", "candidates": {"good": {"kl.middle": 0.02}}})
+    with pytest.raises(YardstickError, match="kl.middle is not a figure of a summary"):
+        recorded_section(load_results(results, "m", RECIPE), path)
+
+
+def test_a_bar_that_is_not_made_for_the_model_is_said(results):
+    assert verdict(load_results(results, "m", RECIPE | {"bar": "other"})) == (
+        "The bar, `other`, is not made for this model."
+    )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,20 +17,33 @@ import pytest
 
 from yardstick.errors import YardstickError
 from yardstick.retrieve.archive import download_archive, read_member
-from yardstick.retrieve.hub import download_model
+from yardstick.retrieve.hub import MODEL_FILES, download
 
 COMMIT = "a" * 40
-DOWNLOAD = "import sys; from pathlib import Path; from yardstick.retrieve.hub import download_model as d; "
-DOWNLOAD += "from yardstick.errors import YardstickError as E\n"
-DOWNLOAD += "try: d('owner/model', sys.argv[1], Path(sys.argv[2]))\nexcept E as e: sys.exit(f'yardstick: {e}')"
+DOWNLOAD = """
+import json, sys
+from pathlib import Path
+from yardstick.errors import YardstickError
+from yardstick.retrieve.hub import download
+try:
+    download("model x", *json.loads(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+except YardstickError as error:
+    sys.exit(f"yardstick: {error}")
+"""
 
 
 class Hub(ThreadingHTTPServer):
-    """One repository; `claimed` overrides a file's digest in the listing."""
+    """One repository at one revision.
 
-    def __init__(self, files: dict[str, bytes], claimed: dict[str, str] | None = None) -> None:
+    `claimed` overrides a file's digest in the listing. `spoiled` says how often a file is first sent with a wrong byte.
+    `stalls` holds files whose first answer stops half-way and then says nothing.
+    """
+
+    def __init__(self, files: dict[str, bytes], claimed=None, spoiled=None, stalls=()) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.claimed, self.asked = files, claimed or {}, []
+        self.files, self.claimed, self.spoiled, self.stalls = files, claimed or {}, spoiled or {}, set(stalls)
+        self.asked: list[tuple[str, str | None]] = []  # file, range
+        self.stalled, self.release = threading.Event(), threading.Event()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def listing(self, name: str) -> dict:
@@ -49,47 +63,72 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(body=True)
 
-    def answer(self, body: bool) -> None:
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/owner/model"):
-            files = {name: self.server.listing(name) for name in self.server.files}
-            if "/tree/" in path:
-                listing = [
-                    {"type": "file", "path": name, "size": file["size"], "oid": file.get("blobId", "0" * 40)}
-                    | ({"lfs": {"oid": file["lfs"]["sha256"], **file["lfs"]}} if "lfs" in file else {})
-                    for name, file in files.items()
-                ]
-            else:
-                siblings = [{"rfilename": name, **file} for name, file in files.items()]
-                listing = {"id": "owner/model", "sha": COMMIT, "siblings": siblings}
-            content = json.dumps(listing).encode()
-            headers = {"Content-Type": "application/json"}
-        else:
-            name = path.rpartition("/")[2]
-            if body:
-                self.server.asked += [name] if name in self.server.files else []
-            content = self.server.files.get(name)
-            if content is None:
-                self.send_error(404)
-                return
-            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
-        self.send_response(200)
-        for key, value in {**headers, "Content-Length": str(len(content))}.items():
-            self.send_header(key, value)
+    def missing(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
         self.end_headers()
+
+    def answer(self, body: bool) -> None:
+        hub, path = self.server, self.path.split("?")[0]
+        if "owner/model" not in path:
+            return self.missing("RepoNotFound")
+        if COMMIT not in path:
+            return self.missing("RevisionNotFound")
+        if path.startswith("/api/models/"):
+            siblings = [{"rfilename": name, **hub.listing(name)} for name in hub.files]
+            return self.send(json.dumps({"id": "owner/model", "sha": COMMIT, "siblings": siblings}).encode(), body)
+        name = path.rpartition("/")[2]
+        content = hub.files.get(name)
+        if content is None:
+            return self.missing("EntryNotFound")
+        etag = hashlib.sha256(content).hexdigest()
         if body:
-            self.wfile.write(content)
+            hub.asked.append((name, self.headers.get("Range")))
+            if hub.spoiled.get(name, 0) > 0:
+                hub.spoiled[name] -= 1
+                content = b"?" + content[1:]
+        self.send(content, body, name, {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"'})
+
+    def send(self, content: bytes, body: bool, name: str = "", headers: dict | None = None) -> None:
+        asked = self.headers.get("Range")
+        start = int(asked.removeprefix("bytes=").partition("-")[0]) if asked else 0
+        self.send_response(206 if asked else 200)
+        for key, value in {**(headers or {}), "Content-Length": str(len(content) - start)}.items():
+            self.send_header(key, value)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        if not body:
+            return
+        if name in self.server.stalls:
+            self.server.stalls.discard(name)
+            self.wfile.write(content[start : len(content) // 2])
+            self.wfile.flush()
+            self.server.stalled.set()
+            self.server.release.wait(60)
+            self.close_connection = True
+            return
+        self.wfile.write(content[start:])
 
     def log_message(self, *_):
         pass
 
 
-def download(hub: Hub | None, folder: Path, revision: str = COMMIT) -> subprocess.CompletedProcess:
+def start_download(hub, folder, repository="owner/model", revision=COMMIT, patterns=MODEL_FILES, pins=None):
     """In a process of its own: the library reads the hub's address once."""
     address = f"http://127.0.0.1:{hub.server_port if hub else 9}"
     environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "home")}
-    command = [sys.executable, "-c", DOWNLOAD, revision, str(folder / "model")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    arguments = [json.dumps([repository, revision, patterns]), str(folder / "model"), json.dumps(pins)]
+    return subprocess.Popen(
+        [sys.executable, "-c", DOWNLOAD, *arguments], env=environment, text=True, stderr=subprocess.PIPE
+    )
+
+
+def run_download(*arguments, **settings) -> tuple[int, str]:
+    process = start_download(*arguments, **settings)
+    errors = process.communicate(timeout=200)[1]
+    return process.returncode, errors
 
 
 FILES = {
@@ -100,37 +139,103 @@ FILES = {
 }
 
 
+def test_a_connection_that_breaks_goes_on_by_itself(tmp_path):
+    data = bytes(range(256)) * 80_000
+    hub = Hub({"config.json": b"{}", "model.safetensors": data}, stalls=["model.safetensors"])
+    hub.release.set()  # half of it, then the connection is closed
+    assert run_download(hub, tmp_path)[0] == 0
+    assert (tmp_path / "model/model.safetensors").read_bytes() == data
+    first, second = [asked for name, asked in hub.asked if name == "model.safetensors"]
+    assert first is None and len(data) // 2 - 2**20 <= int(second.removeprefix("bytes=").rstrip("-")) <= len(data) // 2
+    assert not list(tmp_path.rglob(".part-*"))
+
+
+def refusal(result: tuple[int, str]) -> str:
+    """The one line of a refused download."""
+    code, errors = result
+    assert code == 1 and "Traceback" not in errors, errors[-2000:]
+    lines = [line for line in errors.splitlines() if line.startswith("yardstick: ")]
+    assert len(lines) == 1, errors
+    return lines[0]
+
+
 def test_hub_files_arrive_once_and_no_code_or_pickle(tmp_path):
     hub = Hub(FILES)
-    assert download(hub, tmp_path).returncode == 0
+    assert run_download(hub, tmp_path)[0] == 0
     assert (tmp_path / "model/model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert not (tmp_path / "model/evil.py").exists() and not (tmp_path / "model/pytorch_model.bin").exists()
     asked = list(hub.asked)
-    assert download(hub, tmp_path).returncode == 0
+    assert run_download(hub, tmp_path)[0] == 0
     assert hub.asked == asked  # the second time nothing is fetched again
 
 
-def test_hub_file_that_is_not_the_listed_one_is_refused(tmp_path):
-    result = download(Hub(FILES, claimed={"model.safetensors": "0" * 64}), tmp_path)
-    assert result.returncode == 1
-    assert "yardstick: owner/model: model.safetensors: sha256 of" in result.stderr.splitlines()[-1]
+def test_hub_file_that_arrives_damaged_is_fetched_again_once(tmp_path):
+    for name in ("model.safetensors", "config.json"):
+        hub = Hub(FILES, spoiled={name: 1})
+        assert run_download(hub, tmp_path / name)[0] == 0
+        assert (tmp_path / name / "model" / name).read_bytes() == FILES[name]
+        assert [asked for asked, _ in hub.asked].count(name) == 2
 
 
-def test_hub_small_file_that_is_not_the_listed_one_is_refused(tmp_path):
-    result = download(Hub(FILES, claimed={"config.json": "0" * 40}), tmp_path)
-    assert result.returncode == 1
-    assert "yardstick: owner/model: config.json is not the file that the hub lists" in result.stderr
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_hub_file_that_stays_damaged_is_refused(tmp_path, name):
+    hub = Hub(FILES, spoiled={name: 9})
+    line = refusal(run_download(hub, tmp_path))
+    assert f"owner/model@{COMMIT[:12]}: {name}: has " in line and "also when fetched again" in line
+    assert [asked for asked, _ in hub.asked].count(name) == 2
+    assert not (tmp_path / "model" / name).exists()
+
+
+def test_hub_file_that_is_not_the_pinned_one_is_refused(tmp_path):
+    line = refusal(run_download(Hub(FILES), tmp_path, pins={"model.safetensors": "0" * 64}))
+    assert "model.safetensors: has sha256" in line and "the config pins 0000" in line
+
+
+def test_a_killed_download_goes_on_where_it_stopped(tmp_path):
+    data = bytes(range(256)) * 80_000  # 20 MB
+    hub = Hub({"config.json": b"{}", "model.safetensors": data}, stalls=["model.safetensors"])
+    process = start_download(hub, tmp_path)
+    assert hub.stalled.wait(60)
+    deadline = time.monotonic() + 30
+    while not [p for p in tmp_path.rglob(".part-*") if p.stat().st_size >= 5_000_000]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    hub.release.set()
+    assert run_download(hub, tmp_path)[0] == 0
+    assert (tmp_path / "model/model.safetensors").read_bytes() == data
+    ranges = [asked for name, asked in hub.asked if name == "model.safetensors"]
+    assert len(ranges) == 2 and ranges[0] is None and int(ranges[1].removeprefix("bytes=").rstrip("-")) >= 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repository": "owner/nothing"}, "the hub has no repository owner/nothing, or it is private or gated"),
+        ({"revision": "b" * 40}, f"owner/model has no revision {'b' * 40}"),
+        ({"patterns": ["config.json", "weights.gguf"]}, f"owner/model@{COMMIT[:12]} holds no file weights.gguf"),
+        ({"patterns": ["*.gguf"]}, f"owner/model@{COMMIT[:12]} holds no file *.gguf"),
+    ],
+)
+def test_hub_names_that_do_not_exist_are_one_line(tmp_path, settings, message):
+    assert message in refusal(run_download(Hub(FILES), tmp_path, **settings))
+    assert not (tmp_path / "model").exists()
+
+
+def test_hub_listing_that_leads_out_of_the_folder_is_refused(tmp_path):
+    line = refusal(run_download(Hub(FILES | {"../x.safetensors": b"x"}), tmp_path))
+    assert "lists a file outside its folder (../x.safetensors)" in line
 
 
 def test_hub_that_cannot_be_reached_is_one_line(tmp_path):
-    result = download(None, tmp_path)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    assert f"yardstick: model owner/model@{COMMIT[:12]}: cannot be downloaded from the hub" in result.stderr
+    line = refusal(run_download(None, tmp_path))
+    assert f"owner/model@{COMMIT[:12]} cannot be downloaded from the hub" in line
 
 
 def test_a_branch_is_not_a_revision(tmp_path):
     with pytest.raises(YardstickError, match="revision main must be a full commit id"):
-        download_model("owner/model", "main", tmp_path)
+        download("model x", "owner/model", "main", MODEL_FILES, tmp_path)
 
 
 def write_archives(folder: Path) -> tuple[Path, Path]:

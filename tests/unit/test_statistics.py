@@ -11,6 +11,7 @@ from yardstick.evaluate.statistics import (
     confidence_buckets,
     paired_difference,
     perplexity,
+    position_buckets,
     summarize,
 )
 
@@ -96,3 +97,14 @@ def test_positions_survive_the_file_and_damage_is_named(tmp_path):
         read_positions(path)
     with pytest.raises(YardstickError, match="no such file"):
         read_positions(tmp_path / "none.parquet")
+
+
+def test_buckets_of_positions_double_and_end_at_the_chunk():
+    position = np.tile(np.arange(300), 2)
+    rows = frame(position=position, kl=position.astype(float), chunk=np.repeat([0, 1], 300))
+    buckets = position_buckets(rows)
+    assert [(b["from"], b["to"]) for b in buckets] == [(0, 64), (64, 128), (128, 256), (256, 300)]
+    assert [b["positions"] for b in buckets] == [128, 128, 256, 88]
+    assert [b["kl"] for b in buckets] == [31.5, 95.5, 191.5, 277.5]
+    edge = position_buckets(frame(position=np.arange(64)))
+    assert [(b["from"], b["to"], b["positions"]) for b in edge] == [(0, 64, 64)]

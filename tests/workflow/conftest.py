@@ -17,13 +17,18 @@ from tests.tiny import write_tiny_model
 ROOT = Path(__file__).parents[2]
 
 
-def mini_config(model: Path) -> dict:
+def mini_config(model: Path, hybrid: Path | None = None) -> dict:
+    """A llama with all kinds of rows, and where asked for a qwen3_5, of which llama.cpp's files are not written yet."""
+    models = {"tiny": {"kind": "local", "path": str(model)}}
+    if hybrid:
+        models["hybrid"] = {"kind": "local", "path": str(hybrid)}
+
     def text(key, count, seed):
         source = {"kind": "synthetic", "problems": 60, "seed": seed}
         return {key: count, "licence": "MIT", "source": source}
 
     return {
-        "models": {"tiny": {"kind": "local", "path": str(model)}},
+        "models": models,
         "corpora": {
             "evaluation": {"length": 64, "texts": {"math": text("chunks", 3, 1), "more": text("chunks", 2, 3)}},
             "calibration": {"length": 32, "texts": {"math": text("sequences", 16, 2)}},
@@ -34,8 +39,8 @@ def mini_config(model: Path) -> dict:
             "gptq-g32": {"method": "gptq", "group_size": 32, "mse": True},
         },
         "rivals": {
-            "gguf-q8_0": {"kind": "gguf", "mix": "Q8_0"},
-            "gguf-iq4_xs": {"kind": "gguf", "mix": "IQ4_XS", "imatrix": True},
+            "gguf-q8_0": {"kind": "gguf", "mix": "Q8_0", "models": ["tiny"]},
+            "gguf-iq4_xs": {"kind": "gguf", "mix": "IQ4_XS", "imatrix": True, "models": ["tiny"]},
         },
         "baseline": "gptq-g32",
         "bar": "gguf-iq4_xs",
@@ -78,20 +83,20 @@ class Tree:
         found = {}
         for pattern in (
             "table.md",
-            "tiny/*/summary.json",
-            "tiny/*/positions.parquet",
-            "tiny/*/checkpoint/*.safetensors",
+            "*/*/summary.json",
+            "*/*/positions.parquet",
+            "*/*/checkpoint/*.safetensors",
         ):
             for path in sorted((self.folder / "results" / "quality").glob(pattern)):
                 found[str(path.relative_to(self.folder))] = path.read_bytes()
         return found
 
 
-def make_tree(folder: Path, model: Path) -> Tree:
+def make_tree(folder: Path, model: Path, hybrid: Path | None = None) -> Tree:
     for name in ("workflow", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     (folder / "config").mkdir()
-    tree = Tree(folder, mini_config(model))
+    tree = Tree(folder, mini_config(model, hybrid))
     tree.write_config()
     return tree
 
@@ -102,9 +107,15 @@ def tiny_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished_tree(tmp_path_factory, tiny_model) -> Tree:
-    """The mini experiment, run to its end once; tests copy it before they change it."""
-    tree = make_tree(tmp_path_factory.mktemp("finished"), tiny_model)
+def hybrid_model(tmp_path_factory) -> Path:
+    """Three delta layers and one of attention, n_k != n_v."""
+    return write_tiny_model(tmp_path_factory.mktemp("mini") / "hybrid", "qwen3_5", tied=False, layers=4)
+
+
+@pytest.fixture(scope="session")
+def finished_tree(tmp_path_factory, tiny_model, hybrid_model) -> Tree:
+    """The mini experiment of both models, run to its end once; tests copy it before they change it."""
+    tree = make_tree(tmp_path_factory.mktemp("finished"), tiny_model, hybrid_model)
     tree.must_run()
     return tree
 

@@ -14,13 +14,21 @@ import yaml
 
 from tests.workflow.conftest import make_tree
 
-ALL = {"rtn-g32", "gptq-g32", "gguf-q8_0", "gguf-iq4_xs", "noise-hf", "noise-arithmetic"}
+OURS = {"rtn-g32", "gptq-g32", "noise-hf", "noise-arithmetic", "noise-decode"}
+ALL = OURS | {"gguf-q8_0", "gguf-iq4_xs"}
 INDEX = "results/quality/tiny/gptq-g32/checkpoint/model.safetensors.index.json"
-TABLES = {"Writing results/quality/table.md", "Writing results/quality/quantization.md", "Plotting tiny"}
+TABLES = {"Writing results/quality/table.md", "Writing results/quality/quantization.md"}
+TABLES |= {"Plotting tiny", "Plotting hybrid"}
 
 
-def summary(tree, candidate):
-    return json.loads((tree.folder / f"results/quality/tiny/{candidate}/summary.json").read_text())
+def summary(tree, candidate, model="tiny"):
+    return json.loads((tree.folder / f"results/quality/{model}/{candidate}/summary.json").read_text())
+
+
+def rerun(candidate, models=("tiny", "hybrid")):
+    """Messages of all that a changed variant makes again."""
+    steps = ("Quantizing {model} as {name}", "Measuring {name} of {model}", "Summarizing {name} of {model}")
+    return {step.format(model=model, name=candidate) for step in steps for model in models} | TABLES
 
 
 def test_every_row_is_there_with_its_proof(finished_tree):
@@ -45,6 +53,7 @@ def test_every_row_is_there_with_its_proof(finished_tree):
 def test_the_numbers_are_in_the_order_that_they_must_be(finished_tree):
     kl = {candidate: summary(finished_tree, candidate)["kl"]["mean"] for candidate in ALL}
     assert abs(kl["noise-hf"]) < 1e-8
+    assert abs(kl["noise-decode"]) < 1e-6
     assert kl["noise-hf"] < kl["noise-arithmetic"] < kl["gguf-q8_0"] < kl["gptq-g32"] < kl["rtn-g32"]
     # 96 columns are three whole groups of 32, 160 are five: 4 + 32 / 32 bits
     assert summary(finished_tree, "rtn-g32")["bits_per_weight"]["all"] == 5.0
@@ -52,6 +61,30 @@ def test_the_numbers_are_in_the_order_that_they_must_be(finished_tree):
     assert len(record["matrices"]) == 2 * 7 + 1
     assert record["not_below_rtn"] == []
     assert all(m["output_error"] < 0.9 * m["output_error_rtn"] for m in record["matrices"])
+
+
+def test_a_hybrid_model_has_its_own_section(finished_tree):
+    kl = {name: summary(finished_tree, name, "hybrid")["kl"]["mean"] for name in OURS}
+    assert abs(kl["noise-hf"]) < 1e-8 and abs(kl["noise-decode"]) < 1e-6
+    assert kl["noise-arithmetic"] < kl["gptq-g32"] < kl["rtn-g32"]
+    assert summary(finished_tree, "rtn-g32", "hybrid")["schemes"] == {"int4-g32": 3 * 6 + 7 + 1}
+    record = json.loads((finished_tree.folder / "results/quality/hybrid/gptq-g32/quantize.json").read_text())
+    assert len(record["matrices"]) == 3 * 6 + 7 + 1 and record["not_below_rtn"] == []
+    table = (finished_tree.folder / "results/quality/table.md").read_text()
+    section = table[table.index("## hybrid") :]
+    assert "`gguf-" not in section.split("\n\n")[2]
+    assert "The bar, `gguf-iq4_xs`, is not made for this model." in section
+
+
+def test_a_rival_of_another_model_is_no_target(finished_tree):
+    result = finished_tree.run("-n", "results/quality/hybrid/gguf-q8_0/summary.json")
+    assert result.returncode == 1
+    assert "the config has no candidate gguf-q8_0 for the model hybrid (known: gptq-g32, rtn-g32" in result.stderr
+
+
+def test_error_by_position_is_in_the_summary(finished_tree):
+    buckets = summary(finished_tree, "rtn-g32")["by_position"]
+    assert [(b["from"], b["to"], b["positions"]) for b in buckets] == [(0, 64, 320)]
 
 
 def test_a_finished_tree_has_nothing_to_do(finished_tree):
@@ -66,15 +99,13 @@ def test_the_report_is_made(tree):
 def test_a_changed_setting_reruns_its_variant_and_the_tables(tree):
     tree.config["variants"]["rtn-g32"]["mse"] = True
     tree.write_config()
-    steps = {"Quantizing tiny as rtn-g32", "Measuring rtn-g32 of tiny", "Summarizing rtn-g32 of tiny"}
-    assert tree.planned() == steps | TABLES
+    assert tree.planned() == rerun("rtn-g32")
 
 
 def test_edited_gptq_reruns_gptq_and_not_rtn(tree):
     path = tree.folder / "src/yardstick/quantize/gptq.py"
     path.write_text(path.read_text() + "\n# an edit\n")
-    steps = {"Quantizing tiny as gptq-g32", "Measuring gptq-g32 of tiny", "Summarizing gptq-g32 of tiny"}
-    assert tree.planned() == steps | TABLES
+    assert tree.planned() == rerun("gptq-g32")
 
 
 def test_a_new_variant_is_four_lines_of_config_and_one_target(tree):
@@ -105,8 +136,8 @@ def kill_group(tree, seconds):
         return True
 
 
-def test_killed_at_any_moment_it_ends_in_the_same_table(tmp_path, tiny_model, finished_tree):
-    tree = make_tree(tmp_path, tiny_model)
+def test_killed_at_any_moment_it_ends_in_the_same_table(tmp_path, tiny_model, hybrid_model, finished_tree):
+    tree = make_tree(tmp_path, tiny_model, hybrid_model)
     kills = sum(kill_group(tree, seconds) for seconds in (4.0, 7.5, 9.5, 12.0, 6.2, 14.1))
     assert kills >= 4
     tree.must_run()
@@ -142,6 +173,8 @@ def test_two_live_runs_exclude_each_other(tree):
 def test_a_config_file_of_ones_own_replaces_the_default(tree):
     other = copy.deepcopy(tree.config)
     other["models"] = {"other": other["models"]["tiny"]}
+    for rival in other["rivals"].values():
+        del rival["models"]
     (tree.folder / "mine.yaml").write_text(yaml.safe_dump(other))
     planned = set(re.findall(r"^Job \d+: (.*)$", tree.must_run("-n", "--configfile", "mine.yaml").stdout, flags=re.M))
     assert "Measuring rtn-g32 of other" in planned

@@ -50,6 +50,7 @@ def code(*modules):
 # Input functions only look up what the config says.
 
 CHECKPOINT_FILES = {"packed": "model.safetensors.index.json", "gguf": "model.gguf"}
+CHECKPOINT_FILES |= {"hub": "manifest.json", "local": "manifest.json"}
 
 
 def local_files(wildcards):
@@ -80,15 +81,21 @@ def calibration_sequences(wildcards):
     return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
 
 
+def local_rival(wildcards):
+    """Files of a rival that lies on this machine."""
+    path = Path(EXPERIMENT.rivals[wildcards.rival].get("path", ""))
+    return sorted(map(str, path.glob("*.[sj]*"))) if path.is_dir() else [str(path)]
+
+
 def importance_matrix(wildcards):
-    needed = EXPERIMENT.rivals[wildcards.rival]["imatrix"]
+    needed = EXPERIMENT.rivals[wildcards.rival].get("imatrix", False)
     return [f"results/quality/{wildcards.model}/reference/imatrix.gguf"] if needed else []
 
 
 def checkpoint(wildcards):
     """The candidate's checkpoint; a noise floor has none, it runs the original weights."""
-    kind = EXPERIMENT.evaluation_recipe(wildcards.candidate)["source"]
-    if kind == "hf":
+    kind = EXPERIMENT.recipe(wildcards.candidate).get("kind", "packed")
+    if kind not in CHECKPOINT_FILES:
         return []
     folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
     return [f"{folder}/{CHECKPOINT_FILES[kind]}"]
@@ -97,7 +104,8 @@ def checkpoint(wildcards):
 def evaluation_code(wildcards):
     recipe = EXPERIMENT.evaluation_recipe(wildcards.candidate)
     extra = ["yardstick.evaluate.hugging_face"] if recipe["forward"] == "transformers" else []
-    return code("yardstick.cli.evaluate", KINDS[recipe["source"]][0], *extra)
+    reader = KINDS[recipe["source"]][:1] if recipe["source"] in KINDS else []
+    return code("yardstick.cli.evaluate", *reader, *extra)
 
 
 def evaluation_params(wildcards):
@@ -108,20 +116,19 @@ def evaluation_params(wildcards):
     }
 
 
-def of_all(file):
-    """That file of every candidate of every model."""
-    return expand(
-        "results/quality/{model}/{candidate}/{file}",
-        model=EXPERIMENT.models,
-        candidate=EXPERIMENT.candidates,
-        file=file,
-    )
+def of_all(file, *groups):
+    """That file of every candidate of every model, or of the candidates in `groups`."""
+    return [f"results/quality/{model}/{candidate}/{file}" for model, candidate in EXPERIMENT.pairs(*groups)]
+
+
+def recorded_figures(wildcards):
+    return sorted({model["recorded"] for model in EXPERIMENT.models.values() if model["recorded"]})
 
 
 TABLE_RECIPE = as_json(
     {
-        "models": list(EXPERIMENT.models),
-        "candidates": EXPERIMENT.candidates,
+        "models": {model: EXPERIMENT.candidates_of(model) for model in EXPERIMENT.models},
+        "recorded": {name: model["recorded"] for name, model in EXPERIMENT.models.items() if model["recorded"]},
         "baseline": EXPERIMENT.config["baseline"],
         "bar": EXPERIMENT.config["bar"],
         "seed": EXPERIMENT.config["evaluation"]["seed"],

@@ -15,7 +15,7 @@ rule retrieve_model:
     resources:
         mem_mb=2500,
     params:
-        recipe=lambda w: as_json({k: v for k, v in EXPERIMENT.models[w.model].items() if k != "corpora_pin"}),
+        recipe=lambda w: as_json(EXPERIMENT.model_recipe(w.model)),
     message:
         "Fetching the model {wildcards.model}"
     shell:

@@ -6,6 +6,7 @@ rule tabulate:
         code=code("yardstick.cli.tabulate"),
         summaries=of_all("summary.json"),
         positions=of_all("positions.parquet"),
+        recorded=recorded_figures,
     output:
         report("results/quality/table.md", caption="../report/table.rst", category="Fidelity"),
     log:
@@ -53,11 +54,8 @@ rule write_record:
         code=code("yardstick.cli.document"),
         summaries=of_all("summary.json"),
         positions=of_all("positions.parquet"),
-        quantized=expand(
-            "results/quality/{model}/{candidate}/quantize.json",
-            model=EXPERIMENT.models,
-            candidate=[*EXPERIMENT.variants, *EXPERIMENT.rivals],
-        ),
+        quantized=of_all("quantize.json", EXPERIMENT.variants, EXPERIMENT.rivals),
+        recorded=recorded_figures,
         corpora=expand("data/quality/{model}/manifest.json", model=EXPERIMENT.models),
         plots=expand("results/quality/plots/{model}/{plot}.png", model=EXPERIMENT.models, plot=["kl-bits", "kl-tail"]),
     output:

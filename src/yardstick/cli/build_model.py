@@ -5,7 +5,7 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.files import sha256_file, write_json
-from yardstick.models.folder import open_folder
+from yardstick.models.folder import open_folder, require_tied_head_is_a_copy
 from yardstick.sources.safetensors_file import checkpoint_files
 
 
@@ -18,12 +18,12 @@ def main(arguments) -> None:
         if not folder.is_dir():
             raise YardstickError(f"model: local folder {recipe['path']} does not exist")
     elif kind == "hub":
-        from yardstick.retrieve.hub import download_model
+        from yardstick.retrieve.hub import MODEL_FILES, download
 
-        download_model(recipe["repository"], recipe["revision"], folder)
+        download(f"model {recipe['repository']}", recipe["repository"], recipe["revision"], MODEL_FILES, folder)
     else:
         build_release(recipe, folder, arguments.downloads)
-    open_folder(folder)
+    require_tied_head_is_a_copy(open_folder(folder))
     names = [path.name for path in checkpoint_files(folder)] + ["config.json", "tokenizer.json"]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -14,6 +14,7 @@ def main(arguments) -> None:
             load_results(arguments.results, model, arguments.recipe),
             read_json(arguments.corpora / model / "manifest.json", "evaluation", "calibration"),
             arguments.results,
+            arguments.recipe["recorded"].get(model),
         )
         for model in arguments.recipe["models"]
     ]

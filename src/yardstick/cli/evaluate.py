@@ -90,8 +90,24 @@ def open_candidate(kind: str, checkpoint: Path | None, original: Original) -> Te
     """The candidate's source; a noise floor is the original itself."""
     if checkpoint is None:
         return original.source
+    if checkpoint.name == "manifest.json":
+        return open_source(f"{kind}:{checked_files(checkpoint)}")
     # a sharded checkpoint is named by its index, whose folder the source opens
     return open_source(f"{kind}:{checkpoint.parent if checkpoint.suffix == '.json' else checkpoint}")
+
+
+def checked_files(manifest: Path) -> Path:
+    """Where the files of a fetched rival lie: the file itself where there is one, else their folder.
+
+    Raises:
+        YardstickError: a file is gone or has changed since it was fetched.
+    """
+    content = read_json(manifest, "folder", "files")
+    folder = manifest.parent / content["folder"]
+    for name, digest in content["files"].items():
+        if not (folder / name).is_file() or sha256_file(folder / name) != digest:
+            raise YardstickError(f"{folder / name}: is gone or has changed; delete {manifest} to fetch it again")
+    return folder / next(iter(content["files"])) if len(content["files"]) == 1 else folder
 
 
 def run_forward(

@@ -40,9 +40,10 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
             raise YardstickError(f"target {argument}: the config has no model {inside[0]} (known: {known})")
         if parts[0] == "data" or parts[2] == "plots" or len(inside) < 3 or inside[1] == "reference":
             continue
-        if inside[1] not in experiment.candidates:
-            known = ", ".join(experiment.candidates)
-            raise YardstickError(f"target {argument}: the config has no candidate {inside[1]} (known: {known})")
+        if inside[1] not in experiment.candidates_of(inside[0]):
+            known = ", ".join(experiment.candidates_of(inside[0]))
+            where = f" for the model {inside[0]}" if inside[1] in experiment.candidates else ""
+            raise YardstickError(f"target {argument}: the config has no candidate {inside[1]}{where} (known: {known})")
         if inside[2] not in CANDIDATE_FILES:
             known = ", ".join(sorted(CANDIDATE_FILES))
             raise YardstickError(f"target {argument}: no such file is made there ({known})")

@@ -96,10 +96,16 @@ def _read_package(source: dict, downloads: Path) -> Text:
     if spec is None or not spec.origin:
         raise YardstickError(f"package {package} has no module of that name to read sources of")
     root = Path(spec.origin).parent.parent
-    outside = [pattern for pattern in source["files"] if pattern.startswith("/") or ".." in pattern]
+    outside = [
+        pattern
+        for pattern in [*source["files"], *source.get("without", [])]
+        if pattern.startswith("/") or ".." in pattern
+    ]
     if outside:
         raise YardstickError(f"package {package}: pattern {outside[0]} must lie below the package's parent folder")
-    paths = sorted({path for pattern in source["files"] for path in root.glob(pattern) if path.is_file()})
+    without = {path for pattern in source.get("without", []) for path in root.glob(pattern)}
+    paths = {path for pattern in source["files"] for path in root.glob(pattern) if path.is_file()}
+    paths = sorted(paths - without)
     if not paths:
         raise YardstickError(f"package {package}=={version}: no file matches {', '.join(source['files'])}")
     parts = [decode(path.read_bytes(), str(path)) for path in paths]
@@ -125,6 +131,7 @@ def _read_hub(source: dict, downloads: Path) -> Text:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise YardstickError(f"dataset {origin}: cannot be loaded ({reason})") from None
     rows = rows.skip(source.get("skip", 0))
+    rows = rows.take(min(source.get("take", len(rows)), len(rows)))
     missing = [field for field in source["fields"] if field not in rows.column_names]
     if missing:
         raise YardstickError(f"dataset {origin}: has no column {missing[0]}")

@@ -50,12 +50,14 @@ def summarize_part(frame: pd.DataFrame, seed: int) -> dict:
 
 
 def perplexity(frame: pd.DataFrame) -> dict:
-    """exp(sum of NLL / positions) of both models, and their ratio with a standard error that keeps the covariance.
+    """exp(sum of NLL / positions) of both models, their difference, and their ratio with a standard error that keeps
+    the covariance.
 
     The two NLLs of a position go up and down together, so the error of the log ratio is that of the mean of their
     difference, from chunk means (sandwich estimate for clusters). It is None with a single chunk.
     """
     reference, candidate = frame["reference_nll"].to_numpy(), frame["nll"].to_numpy()
+    values = {"reference": math.exp(float(reference.mean())), "candidate": math.exp(float(candidate.mean()))}
     log_ratio = float((candidate - reference).mean())
     sums, counts = _cluster_sums(candidate - reference, frame["chunk"].to_numpy())
     error = None
@@ -64,8 +66,8 @@ def perplexity(frame: pd.DataFrame) -> dict:
         spread = math.sqrt(float(np.square(residuals).sum()) * len(sums) / (len(sums) - 1))
         error = math.exp(log_ratio) * spread / float(counts.sum())
     return {
-        "reference": math.exp(float(reference.mean())),
-        "candidate": math.exp(float(candidate.mean())),
+        **values,
+        "difference": values["candidate"] - values["reference"],
         "ratio": math.exp(log_ratio),
         "ratio_error": error,
     }

@@ -165,12 +165,16 @@ class ModelConfig:
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read config.json.
+    """Read the config.json of a model folder; see `read_config`."""
+    return read_config(Path(folder) / "config.json")
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read a config.json, wherever it lies.
 
     Raises:
         YardstickError: the family or one of its options is not supported; nothing is ever assumed silently.
     """
-    path = Path(folder) / "config.json"
     raw = read_json(path)
     family, prefix = raw.get("model_type"), "model."
     if family in WRAPPED:

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from yardstick.errors import YardstickError
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text
 from yardstick.models.config import ModelConfig, load_config
+from yardstick.models.prefill import EMBEDDING_ROWS, expected_tensors
 from yardstick.sources.base import audit_source
 from yardstick.sources.hf import HuggingFaceSource
 
@@ -53,5 +56,24 @@ def open_folder(folder: Path, weights: dict[str, str] | None = None, digest: str
         YardstickError: the config is not supported, or its tensors are not there.
     """
     config, source = load_config(folder), HuggingFaceSource(folder, weights)
-    audit_source(source, config.tensors())
+    audit_source(source, expected_tensors(config, source))
     return Original(folder, config, source, digest)
+
+
+def require_tied_head_is_a_copy(original: Original) -> None:
+    """Some checkpoints of tied models store the head too; it must then be the embedding, which everybody else uses.
+
+    Raises:
+        YardstickError: it is not.
+    """
+    config, source = original.config, original.source
+    if not config.tied_head or "lm_head.weight" not in source.infos():
+        return
+    head, table = source.rows("lm_head.weight"), source.rows(config.embedding_name)
+    for start in range(0, config.vocab_size, EMBEDDING_ROWS):
+        part = slice(start, start + EMBEDDING_ROWS)
+        if not torch.equal(head[part], table[part]):
+            raise YardstickError(
+                f"{original.folder}: config.json ties the head to the embedding, but lm_head.weight differs from it "
+                f"after row {start}; one of the two is wrong"
+            )

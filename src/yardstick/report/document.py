@@ -6,6 +6,7 @@ from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
 from yardstick.report.markdown import fidelity_table, figure, interval, kl_interval, reference_line, row_name, table
+from yardstick.report.recorded import recorded_section
 from yardstick.report.results import ModelResults, Row, verdict
 
 METHOD = """## Method
@@ -24,12 +25,14 @@ named; it has no averages. The noise floors show how much of a difference is the
 """
 
 
-def write_record(models: list[tuple[ModelResults, dict, Path]]) -> str:
-    """The record of all models: results, corpora manifest, and the results folder of each."""
+def write_record(models: list[tuple[ModelResults, dict, Path, str | None]]) -> str:
+    """The record of all models: results, corpora manifest, results folder and file of recorded figures of each."""
     floors = "\n".join(f"- *{name}*: {text}" for name, text in NOISE_FLOORS.items())
     parts = ["# Quantization record\n", METHOD, floors + "\n"]
-    for results, corpora, folder in models:
+    for results, corpora, folder, recorded in models:
         parts += [f"## {results.model}\n", *model_sections(results, corpora, folder)]
+        if recorded:
+            parts += ["### Beside recorded figures\n", *recorded_section(results, Path(recorded))]
     return "\n".join(parts)
 
 

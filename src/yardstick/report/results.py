@@ -63,7 +63,7 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
     """
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"])
-    for name in recipe["candidates"]:
+    for name in recipe["models"][model]:
         folder = Path(results) / model / name
         summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
         loaded.rows.append(
@@ -83,6 +83,8 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
 
 def verdict(results: ModelResults) -> str:
     """Whether the baseline meets the bar: its mean KL is no higher, or if it is, whether that is within noise."""
+    if results.bar not in [row.name for row in results.rows]:
+        return f"The bar, `{results.bar}`, is not made for this model."
     bar, ours = results.row(results.bar), results.row(results.baseline)
     for row in (bar, ours):
         if row.failed:

@@ -31,14 +31,15 @@ def column_square_sums(
     device, dtype = pick_device(), torch.float32
     hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
-    sums: dict[str, torch.Tensor] = {}
+    shapes = config.tensors()
+    # taken before the layers: small tensors that stay, laid between large ones that go, keep the heap from shrinking
+    sums = {name: torch.zeros(shapes[name][1], device=device) for name in config.body_matrices()}
     for layer, weights in layers_ahead(source, config, dtype, device):
 
         def add_squares(names: tuple[str, ...], inputs: torch.Tensor, layer: int = layer) -> None:
             squares = inputs.flatten(0, 1).square().sum(dim=0)
             for name in names:
-                key = config.layer_name(layer, f"{name}.weight")
-                sums[key] = sums.get(key, 0) + squares
+                sums[config.layer_name(layer, f"{name}.weight")] += squares
 
         for start in range(0, len(hidden), batch):
             rows = slice(start, start + batch)

@@ -1,0 +1,367 @@
+"""What an experiment will read, store, need and take, from the shapes alone.
+
+Bytes follow from shapes and formats. Memory and time are estimates: memory is the sum of the large tensors that are
+alive at once, time is operations over a measured matrix-product rate plus bytes over assumed rates of disk and network.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from yardstick.errors import YardstickError
+from yardstick.evaluate.divergence import POSITION_TILE, VOCAB_TILE
+from yardstick.experiment import NOISE_FLOORS, Experiment
+from yardstick.models.config import DELTA, ModelConfig, read_config
+from yardstick.quantize.pack import group_count
+from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
+
+WIDTH = {"float32": 4, "bfloat16": 2}
+PROCESS, START_SECONDS = 0.35e9, 4  # Python, torch and its libraries
+HEAP = 1.3  # what the heap keeps of freed layers beside those that are alive
+# shares of the plain product rate that the steps reached on the default experiment (docs/log.md)
+FORWARD_SHARE, GPTQ_SHARE, DECODE_SHARE = 0.65, 0.45, 1.0
+# seconds for each weight on one core, from the default experiment: round to nearest, and ggml's quantizers
+RTN_SECONDS, GGUF_SECONDS = 1.2e-8, 2.0e-8
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations a second of matrix products by arithmetic, and bytes a second, of the machine."""
+
+    products: dict[str, float]
+    disk: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the workflow: bytes that it reads and leaves on disk, peak memory in bytes, seconds."""
+
+    name: str
+    output: Path
+    reads: float
+    disk: float
+    memory: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a candidate stores of the measured matrices, and what one decoded token reads."""
+
+    name: str
+    bits: float
+    stored: float
+    per_token: float
+
+
+def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
+    """Shapes of a model: of the folder where it is here already, else of the config's `architecture`.
+
+    Raises:
+        YardstickError: neither is there, or the two disagree.
+    """
+    entry = experiment.models[model]
+    here = Path(f"data/models/{model}/model/config.json")
+    if entry["kind"] == "local":
+        here = Path(entry["path"]) / "config.json"
+    known = [read_config(path) for path in (here, Path(entry["architecture"] or "")) if path.is_file()]
+    if not known:
+        raise YardstickError(
+            f"plan: the shapes of {model} are not known before it is here; name a copy of its config.json under "
+            f"models.{model}.architecture, or fetch it first: snakemake -j1 data/models/{model}/manifest.json"
+        )
+    if any(other != known[0] for other in known):
+        raise YardstickError(f"plan: {entry['architecture']} is not the architecture of {here}; correct it")
+    return known[0]
+
+
+def parameters(config: ModelConfig) -> int:
+    """Parameters of the language model."""
+    return sum(prod(shape) for shape in config.tensors().values())
+
+
+def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The matrices that are quantized, output head included, by name."""
+    shapes = config.tensors()
+    return {name: shapes[name] for name in config.body_matrices()} | {
+        "lm_head.weight": (config.vocab_size, config.hidden_size)
+    }
+
+
+def packed_bits(shape: tuple[int, int], group_size: int) -> int:
+    """Bits of a matrix in the packing contract: whole bytes of codes a row, a scale and a minimum for each group."""
+    rows, columns = shape
+    return rows * (8 * -(-columns // 2) + 32 * group_count(columns, group_size))
+
+
+def variant_bits(config: ModelConfig, recipe: dict) -> dict[str, int]:
+    """Stored bits of each quantized matrix of one of our variants; kept ones are bf16."""
+    keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
+    return {
+        name: 16 * prod(shape) if keep and keep.search(name) else packed_bits(shape, recipe["group_size"])
+        for name, shape in matrices(config).items()
+    }
+
+
+def gguf_bits(config: ModelConfig, recipe: dict, names: Iterable[str]) -> dict[str, int]:
+    """Stored bits of tensors of a GGUF rival that we make, by llama.cpp's choice of types."""
+    from gguf import GGML_QUANT_SIZES
+
+    from yardstick.rivals.gguf_types import tensor_type
+    from yardstick.sources.gguf import gguf_name
+
+    shapes, bits = config.tensors(), {}
+    for name in names:
+        stored = config.head_name if name == "lm_head.weight" else name
+        kind = tensor_type(gguf_name(stored), shapes[stored][1], recipe["mix"], config, recipe["imatrix"])
+        block, size = GGML_QUANT_SIZES[kind]
+        bits[name] = 8 * prod(shapes[stored]) // block * size
+    return bits
+
+
+def candidate_weights(config: ModelConfig, name: str, recipe: dict) -> Weights | None:
+    """Sizes of a candidate that we make, or of the original; None for one that is fetched.
+
+    Small tensors stay bf16. A token reads every matrix, the small tensors and one row of the embedding. An embedding
+    that is not also the head is stored beside it: ours in bf16, in GGUF by its own type.
+    """
+    shapes, measured = config.tensors(), matrices(config)
+    plain = {key: 16 * prod(shape) for key, shape in measured.items()}
+    embedding = 16 * config.vocab_size * config.hidden_size
+    if "method" in recipe:
+        bits = variant_bits(config, recipe)
+        separate = embedding if not config.tied_head or bits["lm_head.weight"] != plain["lm_head.weight"] else 0
+    elif recipe["kind"] == "gguf":
+        bits = gguf_bits(config, recipe, measured)
+        names = [] if config.tied_head else [config.embedding_name]
+        separate = sum(gguf_bits(config, recipe, names).values())
+    elif recipe["kind"] in ("original", *NOISE_FLOORS):
+        bits, separate = plain, 0 if config.tied_head else embedding
+    else:
+        return None
+    rest = sum(prod(shape) for key, shape in shapes.items() if key not in measured and key != config.embedding_name)
+    total = sum(bits.values())
+    return Weights(
+        name=name,
+        bits=total / sum(prod(shape) for shape in measured.values()),
+        stored=(total + separate) / 8 + 2 * rest,
+        per_token=total / 8 + 2 * (rest + config.hidden_size),
+    )
+
+
+def forward_operations(config: ModelConfig, chunks: int, length: int) -> float:
+    """Operations of the body on `chunks` chunks: two for each weight and position, and causal attention."""
+    positions, total = chunks * length, 0.0
+    for layer in range(config.num_layers):
+        total += 2 * positions * sum(prod(shape) for shape in config.layer_linears(layer).values())
+        if config.layer_kind(layer) == DELTA:
+            delta = config.delta  # three products with the state and three inside a chunk of 64
+            total += 2 * positions * delta.value_heads * 6 * delta.value_dim * max(delta.key_dim, 64)
+        else:
+            total += 2 * positions * length * config.num_heads * config.head_dim
+    return total
+
+
+def layer_bytes(config: ModelConfig, width: int) -> int:
+    """The largest layer in an arithmetic of `width` bytes."""
+    return width * max(
+        sum(prod(shape) for shape in config.layer_tensors(layer).values()) for layer in range(config.num_layers)
+    )
+
+
+def activation_bytes(config: ModelConfig, tokens: int, width: int) -> int:
+    """Tensors alive inside a block, for the tokens of one batch: the wider of the mixer and the gated product."""
+    mixer = 6 * config.num_heads * config.head_dim * width
+    if config.delta:
+        mixer = max(mixer, (2 * width + 3 * 4) * (2 * config.delta.keys + config.delta.values))
+    return tokens * (3 * config.hidden_size * width + max(mixer, 2 * config.intermediate_size * width))
+
+
+class ModelPlan:
+    """Steps of one model of an experiment."""
+
+    def __init__(self, experiment: Experiment, model: str, rates: Rates) -> None:
+        self.experiment, self.model, self.rates = experiment, model, rates
+        self.config = model_shapes(experiment, model)
+        self.settings = experiment.config["evaluation"]
+        corpora = experiment.config["corpora"]
+        self.length = corpora["evaluation"]["length"]
+        self.chunks = sum(text["chunks"] for text in corpora["evaluation"]["texts"].values())
+        self.calibration_length = corpora["calibration"]["length"]
+        self.sequences = sum(text["sequences"] for text in corpora["calibration"]["texts"].values())
+        self.model_bytes = 2 * parameters(self.config)
+        self.results = Path("results/quality") / model
+
+    @property
+    def states(self) -> int:
+        """Bytes of the reference: final hidden states of every position."""
+        return self.chunks * self.length * self.config.hidden_size * WIDTH[self.settings["dtype"]]
+
+    def steps(self) -> list[Step]:
+        """Every step that costs something, in the order of the chain."""
+        steps = [self.retrieve(), self.corpora(), self.reference()]
+        names = self.experiment.candidates_of(self.model)
+        recipes = {name: self.experiment.recipe(name) for name in names}
+        if any(recipe.get("imatrix") for recipe in recipes.values()):
+            steps.append(self.imatrix())
+        for name, recipe in recipes.items():
+            if name in self.experiment.variants:
+                steps.append(self.rtn(name, recipe) if recipe["method"] == "rtn" else self.gptq(name, recipe))
+            elif recipe["kind"] == "gguf":
+                steps.append(self.gguf(name))
+            elif recipe["kind"] == "hub":
+                steps.append(self.download(name))
+            steps.append(self.evaluate(name))
+        return steps
+
+    def weights(self) -> list[Weights]:
+        """Sizes of the original and of every candidate whose format is known beforehand."""
+        found = [candidate_weights(self.config, "original (bf16)", {"kind": "original"})]
+        for name in self.experiment.candidates_of(self.model):
+            if name not in NOISE_FLOORS:
+                found.append(candidate_weights(self.config, name, self.experiment.recipe(name)))
+        return [weights for weights in found if weights]
+
+    def retrieve(self) -> Step:
+        entry = self.experiment.models[self.model]
+        size = entry.get("bytes", self.model_bytes)
+        output = Path(f"data/models/{self.model}")
+        if entry["kind"] == "local":
+            return Step("find the model", output, size, 0, PROCESS, size / self.rates.disk)
+        largest = max(prod(shape) for shape in self.config.tensors().values())
+        memory = PROCESS + (24 * largest if entry["kind"] == "pypi_gguf" else 0)
+        return Step("fetch the model", output, size, size, memory, size / self.rates.network + size / self.rates.disk)
+
+    def corpora(self) -> Step:
+        ids = 4 * (self.chunks * (self.length + 1) + self.sequences * self.calibration_length)
+        return Step("build the corpora", Path("data/quality") / self.model, ids, ids, PROCESS, 10)
+
+    def forward_memory(self, width: int, batch: int, length: int, states: float) -> float:
+        """Two layers at once (one is read while the other computes), hidden states, the activations of a batch."""
+        layers = 2 * layer_bytes(self.config, width) + layer_bytes(self.config, 2)
+        return PROCESS + HEAP * layers + states + activation_bytes(self.config, batch * length, width)
+
+    def forward_seconds(self, chunks: int, length: int, dtype: str) -> float:
+        operations = forward_operations(self.config, chunks, length)
+        return START_SECONDS + operations / (FORWARD_SHARE * self.rates.products[dtype])
+
+    def reference(self) -> Step:
+        width, batch = WIDTH[self.settings["dtype"]], self.settings["batch_chunks"]
+        reads = 2 * self.model_bytes  # once for the digest, once for the forward
+        return Step(
+            "run the original",
+            self.results / "reference" / "states.safetensors",
+            reads,
+            self.states,
+            self.forward_memory(width, batch, self.length, 2 * self.states),
+            reads / self.rates.disk + self.forward_seconds(self.chunks, self.length, self.settings["dtype"]),
+        )
+
+    def imatrix(self) -> Step:
+        states = 4 * self.sequences * self.calibration_length * self.config.hidden_size
+        columns = sum(shape[1] for shape in matrices(self.config).values())
+        reads = 2 * self.model_bytes
+        return Step(
+            "importance matrix",
+            self.results / "reference" / "imatrix.gguf",
+            reads,
+            4 * columns,
+            self.forward_memory(4, SEQUENCES_AT_ONCE, self.calibration_length, states),
+            reads / self.rates.disk + self.forward_seconds(self.sequences, self.calibration_length, "float32"),
+        )
+
+    def checkpoint(self, name: str) -> Path:
+        return self.results / name / "checkpoint"
+
+    def candidate_size(self, name: str) -> float:
+        """Bytes of a candidate's files; of a fetched one as the config says, else about 5 bits a weight."""
+        known = candidate_weights(self.config, name, self.experiment.recipe(name))
+        return known.stored if known else self.experiment.rivals[name].get("bytes", self.model_bytes * 5 / 16)
+
+    def rtn(self, name: str, recipe: dict) -> Step:
+        largest = max(prod(shape) for shape in matrices(self.config).values())
+        size, reads = self.candidate_size(name), 2 * self.model_bytes
+        seconds = START_SECONDS + (33 if recipe["mse"] else 1) * RTN_SECONDS * parameters(self.config)
+        # bf16, fp32, codes and packed codes of the largest matrix, beside the shard that is being built
+        memory = PROCESS + 8 * largest + layer_bytes(self.config, 1)
+        return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, reads / self.rates.disk + seconds)
+
+    def gptq(self, name: str, recipe: dict) -> Step:
+        config, tokens = self.config, self.sequences * self.calibration_length
+        shapes = matrices(config).values()
+        widest = max(shape[1] for shape in shapes)
+        operations = forward_operations(config, self.sequences, self.calibration_length)
+        for layer in range(config.num_layers):
+            linears = config.layer_linears(layer)
+            inputs = sum({tuple(stage): linears[stage[0]][1] ** 2 for stage in stages_of(linears)}.values())
+            operations += 2 * tokens * inputs
+        operations += sum(rows * columns**2 for rows, columns in shapes)
+        # fp64 factors run at half of the rate; three of them, each a third of a product
+        operations += 4 * sum(columns**3 for _, columns in shapes) / 2
+        states = 4 * tokens * config.hidden_size
+        # every batch waits inside the block with its input of the stage, the widest of which is down_proj's
+        waiting = 4 * tokens * (config.hidden_size + max(config.intermediate_size, config.num_heads * config.head_dim))
+        head = 3 * 4 * config.vocab_size * config.hidden_size
+        memory = PROCESS + states + max(waiting + layer_bytes(config, 4), head) + 8 * 4 * widest**2
+        reads, size = 2 * self.model_bytes, self.candidate_size(name)
+        seconds = START_SECONDS + reads / self.rates.disk + operations / (GPTQ_SHARE * self.rates.products["float32"])
+        if recipe["mse"]:  # its trials hold several copies of one group of all rows
+            seconds += 33 * RTN_SECONDS * parameters(config)
+            memory += 16 * 4 * config.vocab_size * recipe["group_size"]
+        return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)
+
+    def gguf(self, name: str) -> Step:
+        size = self.candidate_size(name)
+        largest = max(prod(shape) for shape in self.config.tensors().values())
+        reads = 2 * self.model_bytes
+        # the writer holds the whole file until it is written
+        memory = PROCESS + size + 6 * largest
+        seconds = START_SECONDS + reads / self.rates.disk + GGUF_SECONDS * parameters(self.config)
+        return Step(f"make {name}", self.checkpoint(name), reads, size, memory, seconds)
+
+    def download(self, name: str) -> Step:
+        size = self.candidate_size(name)
+        seconds = size / self.rates.network + size / self.rates.disk
+        return Step(f"fetch {name}", self.checkpoint(name), size, size, PROCESS, seconds)
+
+    def evaluate(self, name: str) -> Step:
+        recipe, config = self.experiment.evaluation_recipe(name), self.config
+        width = WIDTH[recipe["dtype"]]
+        states = self.chunks * self.length * config.hidden_size * width
+        tile = 4 * (2 * VOCAB_TILE * config.hidden_size + 4 * POSITION_TILE * VOCAB_TILE)
+        memory = self.forward_memory(width, recipe["batch_chunks"], self.length, states + self.states) + tile
+        if recipe["forward"] == "transformers":  # the whole model at once, and its plain attention
+            attention = 2 * width * config.num_heads * self.length**2
+            memory = PROCESS * 2 + width * parameters(config) + states + self.states + attention
+        forward = self.forward_seconds(self.chunks, self.length, recipe["dtype"])
+        heads = 2 * 2 * self.chunks * self.length * config.vocab_size * config.hidden_size
+        seconds = forward + heads / (FORWARD_SHARE * self.rates.products["float32"])
+        if "decode_from" in recipe:  # one position at a time uses little of the machine
+            seconds += DECODE_SHARE * forward
+        # twice, once for the digest; of the original only the head
+        head = 2 * config.vocab_size * config.hidden_size
+        reads = 2 * self.candidate_size(name) + 2 * head + self.states
+        positions = 60 * self.chunks * self.length
+        seconds += reads / self.rates.disk
+        return Step(f"measure {name}", self.results / name / "positions.parquet", reads, positions, memory, seconds)
+
+
+def stages_of(linears: dict[str, tuple[int, int]]) -> list[tuple[str, ...]]:
+    """The matrices of a layer by the input that they share."""
+    groups = [("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("o_proj",), ("out_proj",)]
+    groups += [("gate_proj", "up_proj"), ("down_proj",)]
+    found = [tuple(name for name in linears if name.rpartition(".")[2] in group) for group in groups]
+    return [stage for stage in found if stage]
+
+
+def missing_bytes(steps: list[Step]) -> float:
+    """Disk that the steps still need: what they will write, less what is there already."""
+
+    def there(path: Path) -> int:
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+    return sum(max(0.0, step.disk - there(step.output)) for step in steps)
