@@ -8,8 +8,10 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.tiny import DELTA, tiny_tokenizer
 from yardstick.errors import YardstickError
+from yardstick.evaluate import hugging_face
 from yardstick.models.config import load_config
 from yardstick.models.delta_net import causal_convolution, chunked_delta_rule, recurrent_delta_rule, unit_length
+from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states, head_rows
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_rtn import quantize_model
@@ -95,6 +97,14 @@ def test_the_language_model_inside_a_vision_checkpoint(with_vision):
     theirs = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision, dtype=torch.float32)
     expected = theirs(input_ids=input_ids).logits.detach()
     assert float((logits - expected).norm() / expected.norm()) <= 1e-4
+
+
+def test_the_noise_floor_reads_a_vision_checkpoint_too(with_vision):
+    """Hugging Face's own class for the checkpoint holds the vision tower; its text states are the ones compared."""
+    original, input_ids = open_folder(with_vision), torch.randint(1, 500, (2, 70))
+    theirs = hugging_face.final_hidden_states(with_vision, input_ids, torch.float32)
+    ours = final_hidden_states(original.source, original.config, input_ids, torch.float32, 2)
+    assert float((ours - theirs).norm() / theirs.norm()) <= 1e-4
 
 
 def test_a_hybrid_model_is_quantized_matrix_by_matrix(with_vision, tmp_path):
