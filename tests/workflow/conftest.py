@@ -66,7 +66,7 @@ class Tree:
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            self.command(*arguments), cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=500
+            self.command(*arguments), cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=900
         )
 
     def must_run(self, *arguments: str) -> subprocess.CompletedProcess:
