@@ -13,11 +13,20 @@ KINDS = {
     "hf": ("yardstick.sources.hf", "HuggingFaceSource"),
     "packed": ("yardstick.sources.packed", "PackedSource"),
     "gguf": ("yardstick.sources.gguf", "GgufSource"),
+    "ct": ("yardstick.sources.compressed_tensors", "CompressedTensorsSource"),
+    "gptq": ("yardstick.sources.gptq", "GptqSource"),
+    "awq": ("yardstick.sources.awq", "AwqSource"),
+    "quark": ("yardstick.sources.quark", "QuarkSource"),
+    "modelopt": ("yardstick.sources.modelopt", "ModelOptSource"),
+    "bnb": ("yardstick.sources.bitsandbytes", "BitsAndBytesSource"),
+    "hqq": ("yardstick.sources.hqq", "HqqSource"),
+    "fp8": ("yardstick.sources.fp8", "BlockFp8Source"),
+    "bf16dir": ("yardstick.sources.hf", "HuggingFaceSource"),
 }
 
 
 def open_source(spec: str) -> TensorSource:
-    """Open `hf:folder`, `packed:folder` or `gguf:file`.
+    """Open `hf:folder`, `packed:folder`, `gguf:file` and so on, by the kinds above.
 
     Raises:
         YardstickError: unknown kind, or the file is missing, damaged or of another kind.
