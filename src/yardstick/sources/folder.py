@@ -15,7 +15,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
-from yardstick.sources.base import TensorInfo, TensorSource
+from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.hf import NOT_MEASURED, PLAIN
 from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
 
@@ -38,7 +38,7 @@ class FolderSource(TensorSource):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.reader = SafetensorsReader(checkpoint_files(self.path))
+        self.reader = self.open_reader()
         self.settings = self.quantization_config()
         self._stored = self.quantized()
         self._infos: dict[str, TensorInfo] = {}
@@ -61,9 +61,13 @@ class FolderSource(TensorSource):
                 tuple(header["shape"]), header["dtype"].lower(), self.reader.stored_bits(name)
             )
 
+    def open_reader(self) -> SafetensorsReader:
+        """Headers and tensors of the checkpoint; a format that does not use safetensors brings its own reader."""
+        return SafetensorsReader(checkpoint_files(self.path))
+
     @abstractmethod
     def quantized(self) -> dict[str, Stored]:
-        """Every quantized tensor by its Hugging Face name; reads headers, no data.
+        """Every quantized tensor by its Hugging Face name; reads headers, and of data only shapes and settings.
 
         Raises:
             YardstickError: a scheme that this reader does not know, by the tensor's name.
@@ -76,7 +80,9 @@ class FolderSource(TensorSource):
             YardstickError: there is none.
         """
         config = read_json(self.path / "config.json")
-        settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+        places = [config, config.get("text_config") or {}]
+        keys = ("quantization_config", "compression_config")  # the second in files of 2024
+        settings = next((place[key] for place in places for key in keys if place.get(key)), None)
         if not isinstance(settings, dict):
             raise YardstickError(f"{self.path / 'config.json'}: holds no quantization_config")
         return settings
@@ -97,6 +103,11 @@ class FolderSource(TensorSource):
             raise YardstickError(f"{self.path}: tensor {name} has type {kind} and no scheme that says what it means")
         return self.reader.tensor(name)
 
+    def rows(self, name: str) -> torch.Tensor | LazyRows:
+        if name in self._stored or not isinstance(self.reader, SafetensorsReader):
+            return self.get(name)
+        return LazyRows(self, name, lambda start, stop: self.reader.tensor(name, start, stop))
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Stored shape of a tensor.
 
@@ -108,8 +119,9 @@ class FolderSource(TensorSource):
         return tuple(self.reader.headers[name]["shape"])
 
     def stems(self, suffix: str) -> list[str]:
-        """Names of modules that have a stored tensor `<module><suffix>`, in the order of the file."""
-        return [name.removesuffix(suffix) for name in self.reader.headers if name.endswith(suffix)]
+        """Modules that have a stored tensor `<module><suffix>`, without those that are not measured."""
+        found = [name.removesuffix(suffix) for name in self.reader.headers if name.endswith(suffix)]
+        return [stem for stem in found if not stem.startswith(tuple(NOT_MEASURED))]
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
