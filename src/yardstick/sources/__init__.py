@@ -25,8 +25,10 @@ KINDS = {
 }
 
 
-def open_source(spec: str) -> TensorSource:
+def open_source(spec: str, prefix: str = "model.") -> TensorSource:
     """Open `hf:folder`, `packed:folder`, `gguf:file` and so on, by the kinds above.
+
+    `prefix` begins the Hugging Face names of the model's tensors, for formats whose files do not hold those names.
 
     Raises:
         YardstickError: unknown kind, or the file is missing, damaged or of another kind.
@@ -35,4 +37,5 @@ def open_source(spec: str) -> TensorSource:
     if not separator or kind not in KINDS:
         raise YardstickError(f"source {spec}: must be one of {', '.join(k + ':PATH' for k in sorted(KINDS))}")
     module, name = KINDS[kind]
-    return getattr(importlib.import_module(module), name)(Path(path))
+    source = getattr(importlib.import_module(module), name)
+    return source(Path(path), prefix) if kind == "gguf" else source(Path(path))
