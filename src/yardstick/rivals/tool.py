@@ -49,9 +49,7 @@ def run_tool(
         last = line.strip() or last
     if process.wait():
         shutil.rmtree(temporary, ignore_errors=True)
-        raise YardstickError(
-            f"{what}: {script.parent.name} failed with exit code {process.returncode} ({last[:SHOWN]})"
-        )
+        raise YardstickError(f"{what}: {script.parent.name} failed ({last[:SHOWN]})")
     if not any(temporary.rglob("*.safetensors")):
         shutil.rmtree(temporary, ignore_errors=True)
         raise YardstickError(f"{what}: {script.parent.name} wrote no safetensors file")
