@@ -12,6 +12,7 @@ import yaml
 
 from yardstick.errors import YardstickError
 
+TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
 
 # rows that every table has: how much of a difference is the ruler's own
@@ -129,6 +130,9 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         if unknown:
             known = ", ".join(experiment.models)
             raise YardstickError(f"config: rivals.{name}.models: there is no model {unknown[0]} (known: {known})")
+        if rival["kind"] == "made" and not (TOOLS / rival["tool"] / "make.py").is_file():
+            known = ", ".join(sorted(path.parent.name for path in TOOLS.glob("*/make.py")))
+            raise YardstickError(f"config: rivals.{name}.tool: there is no tool {rival['tool']} (known: {known})")
     for key in ("baseline", "bar"):
         if config[key] not in names:
             raise YardstickError(

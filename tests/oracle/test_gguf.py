@@ -143,13 +143,15 @@ def test_truncated_files_are_refused_by_tensor(tiny_llama, tmp_path):
 
 def test_one_part_of_a_split_file_is_refused(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m-00001-of-00002.gguf", arch="llama")
+    writer.add_uint16("split.no", 0)
     writer.add_uint16("split.count", 2)
+    writer.add_int32("split.tensors.count", 2)
     writer.add_tensor("output_norm.weight", np.ones(4, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(YardstickError, match="one part of a split file"):
+    with pytest.raises(YardstickError, match="m-00002-of-00002.gguf: no such file; it is part 2 of 2"):
         open_source(f"gguf:{tmp_path / 'm-00001-of-00002.gguf'}")
 
 

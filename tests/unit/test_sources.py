@@ -84,7 +84,7 @@ def test_truncated_safetensors_are_refused(tmp_path):
 def test_folder_without_weights_and_unknown_kinds(tmp_path):
     with pytest.raises(YardstickError, match="holds no model.safetensors and no"):
         open_source(f"hf:{tmp_path}")
-    with pytest.raises(YardstickError, match="source exl9:x: must be one of gguf:PATH, hf:PATH, packed:PATH"):
+    with pytest.raises(YardstickError, match="source exl9:x: must be one of awq:PATH, bf16dir:PATH, bnb:PATH, ct:PATH"):
         open_source("exl9:x")
     with pytest.raises(YardstickError, match="model.safetensors.index.json: no such file"):
         open_source(f"packed:{tmp_path}")

@@ -50,7 +50,7 @@ def code(*modules):
 # Input functions only look up what the config says.
 
 CHECKPOINT_FILES = {"packed": "model.safetensors.index.json", "gguf": "model.gguf"}
-CHECKPOINT_FILES |= {"hub": "manifest.json", "local": "manifest.json"}
+CHECKPOINT_FILES |= dict.fromkeys(("made", "hub", "local"), "manifest.json")
 
 
 def local_files(wildcards):
@@ -85,6 +85,20 @@ def local_rival(wildcards):
     """Files of a rival that lies on this machine."""
     path = Path(EXPERIMENT.rivals[wildcards.rival].get("path", ""))
     return sorted(map(str, path.glob("*.[sj]*"))) if path.is_dir() else [str(path)]
+
+
+def tool_script(wildcards):
+    return f"workflow/envs/{EXPERIMENT.rivals[wildcards.rival]['tool']}/make.py"
+
+
+def tool_packages(wildcards):
+    return f"data/environments/{EXPERIMENT.rivals[wildcards.rival]['tool']}/packages.json"
+
+
+def tool_calibration(wildcards):
+    """Schemes that use no text name no sequences."""
+    needed = "sequences" in EXPERIMENT.rivals[wildcards.rival]
+    return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
 
 
 def importance_matrix(wildcards):

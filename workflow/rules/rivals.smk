@@ -52,6 +52,61 @@ rule build_gguf:
         " --output {output.checkpoint} --record {output.record} --log {log}"
 
 
+rule build_environment:
+    input:
+        code=code("yardstick.cli.build_environment"),
+        requirements="workflow/envs/{tool}/requirements.txt",
+    output:
+        "data/environments/{tool}/packages.json",
+    log:
+        "logs/build_environment/{tool}.log",
+    benchmark:
+        "benchmarks/build_environment/{tool}.tsv"
+    wildcard_constraints:
+        tool=closed_list({rival["tool"] for rival in EXPERIMENT.rivals.values() if rival["kind"] == "made"}),
+    threads: 1
+    resources:
+        mem_mb=1000,
+    params:
+        recipe=as_json({}),
+    message:
+        "Installing the environment of {wildcards.tool}"
+    shell:
+        "python -m yardstick.cli.build_environment --recipe {params.recipe:q} --requirements {input.requirements}"
+        " --output {output} --log {log}"
+
+
+rule make_rival:
+    input:
+        code=code("yardstick.cli.make_rival"),
+        script=tool_script,
+        packages=tool_packages,
+        model="data/models/{model}/manifest.json",
+        calibration=tool_calibration,
+    output:
+        manifest="results/quality/{model}/{rival}/checkpoint/manifest.json",
+        record="results/quality/{model}/{rival}/quantize.json",
+    log:
+        "logs/{model}/{rival}/make_rival.log",
+    benchmark:
+        "benchmarks/{model}/{rival}/make_rival.tsv"
+    wildcard_constraints:
+        rival=closed_list(name for name, rival in EXPERIMENT.rivals.items() if rival["kind"] == "made"),
+    threads: workflow.cores
+    resources:
+        gpu=1,
+        mem_mb=4000,
+    params:
+        recipe=lambda w: as_json(EXPERIMENT.recipe(w.rival)),
+        calibration=lambda w: " ".join(f"--calibration {path}" for path in tool_calibration(w)),
+    message:
+        "Making the rival {wildcards.rival} of {wildcards.model}"
+    shell:
+        "python -m yardstick.cli.make_rival --recipe {params.recipe:q} --name {wildcards.rival} --model {input.model}"
+        " {params.calibration} --packages {input.packages} --script {input.script} --output {output.manifest}"
+        " --record {output.record} --log {log}"
+
+
 rule retrieve_rival:
     input:
         code=code("yardstick.cli.retrieve_rival"),

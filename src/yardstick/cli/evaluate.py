@@ -91,9 +91,10 @@ def open_candidate(kind: str, checkpoint: Path | None, original: Original) -> Te
     if checkpoint is None:
         return original.source
     if checkpoint.name == "manifest.json":
-        return open_source(f"{kind}:{checked_files(checkpoint)}")
-    # a sharded checkpoint is named by its index, whose folder the source opens
-    return open_source(f"{kind}:{checkpoint.parent if checkpoint.suffix == '.json' else checkpoint}")
+        place = checked_files(checkpoint)
+    else:  # a sharded checkpoint is named by its index, whose folder the source opens
+        place = checkpoint.parent if checkpoint.suffix == ".json" else checkpoint
+    return open_source(f"{kind}:{place}", original.config.prefix)
 
 
 def checked_files(manifest: Path) -> Path:

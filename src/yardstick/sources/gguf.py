@@ -2,20 +2,25 @@
 
 The converter permutes the rows of q and k of llama models, so that rotary embedding can work on neighbouring pairs
 (row 2i and 2i + 1 of a head) where Hugging Face rotates halves (row i and i + head_dim / 2). Reading undoes it, with
-the number of query heads for q and of key heads for k. Qwen models are not permuted.
+the number of query heads for q and of key heads for k. Qwen models are not permuted; Qwen3.5 has changes of its own
+(`gguf_qwen35`).
 GGUF lists dimensions fastest first; the bytes are the same row-major [out, in] as ours.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import libgguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
 
 from yardstick.errors import YardstickError
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.gguf_file import GgufFile, GgufTensor
+from yardstick.sources.gguf_qwen35 import Qwen35Layout, Undo
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -33,16 +38,26 @@ LAYER_NAMES = {
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTARY_PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
 IGNORED = {"rope_freqs.weight": "rotary frequencies, derived from the config"}
+INPUT_SCALE = "scale of activations, of no use to weights"
+# plain types: the numpy type that is stored, and the smallest float that holds each of its values
+PLAIN = {
+    Type.F32: (np.float32, np.float32),
+    Type.F16: (np.float16, np.float32),
+    Type.F64: (np.float64, np.float64),
+    Type.I8: (np.int8, np.float32),
+    Type.I16: (np.int16, np.float32),
+    Type.I32: (np.int32, np.float64),
+}
 
 
 def hf_name(gguf_name: str) -> str | None:
-    """Hugging Face name of a GGUF tensor, or None where we know none."""
+    """Hugging Face name of a GGUF tensor of a plain transformer, or None where we know none."""
     stem, _, suffix = gguf_name.rpartition(".")
     if stem in TOP_NAMES:
         return f"{TOP_NAMES[stem]}.{suffix}"
     parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in LAYER_NAMES:
-        return f"model.layers.{int(parts[1])}.{LAYER_NAMES[parts[2]]}.{suffix}"
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in LAYER_NAMES:
+        return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{suffix}"
     return None
 
 
@@ -80,16 +95,17 @@ def unpermute_rotary(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def dequantize_gguf(tensor: GgufTensor) -> np.ndarray:
-    """Values of a GGUF tensor as fp32 [out, in], decoded by ggml's own row functions (libgguf).
+    """Values of a GGUF tensor [out, in], decoded by ggml's own row functions (libgguf).
+
+    fp32, or fp64 for the two plain types that need it.
 
     Raises:
         YardstickError: the type has no decoder.
     """
-    if tensor.kind == GGMLQuantizationType.F32:
-        return tensor.data.view(np.float32).reshape(tensor.shape)
-    if tensor.kind == GGMLQuantizationType.F16:
-        return tensor.data.view(np.float16).astype(np.float32).reshape(tensor.shape)
-    if tensor.kind == GGMLQuantizationType.BF16:
+    if tensor.kind in PLAIN:
+        stored, exact = PLAIN[tensor.kind]
+        return tensor.data.view(stored).astype(exact, copy=False).reshape(tensor.shape)
+    if tensor.kind == Type.BF16:
         return (tensor.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
     try:
         return libgguf.dequantize_rows(tensor.rows, int(tensor.kind), tensor.shape[-1]).reshape(tensor.shape)
@@ -97,44 +113,135 @@ def dequantize_gguf(tensor: GgufTensor) -> np.ndarray:
         raise YardstickError(f"GGUF tensor {tensor.name}: no decoder for {tensor.kind.name} ({error})") from None
 
 
-class GgufSource(TensorSource):
-    """Every tensor of a GGUF file under its Hugging Face name, dequantized to fp32."""
+class RotaryLayout:
+    """Names of a plain transformer's tensors, with q and k permuted where the architecture has it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: GgufFile, prefix: str, architecture: str) -> None:
+        self.path, self.prefix = file.path, prefix
+        self._heads: dict[str, int] = {}
+        if ROTARY_PERMUTED[architecture]:
+            heads = file.number(f"{architecture}.attention.head_count")
+            self._heads = {
+                "q_proj": heads,
+                "k_proj": file.number(f"{architecture}.attention.head_count_kv", heads),
+            }
+
+    def place(self, name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], Undo | None] | None:
+        """Hugging Face name and shape of a tensor, and what undoes its changes; None where we know no name.
+
+        Raises:
+            YardstickError: the shape does not fit the number of heads.
+        """
+        known = hf_name(name)
+        if known is None:
+            return None
+        if known.startswith("model."):
+            known = self.prefix + known.removeprefix("model.")
+        heads = self._heads.get(known.split(".")[-2])
+        if heads is None:
+            return known, shape, None
+        if heads < 1 or shape[0] % (2 * heads):
+            raise YardstickError(f"{self.path}: tensor {name} has {shape[0]} rows, which do not fit {heads} heads")
+        return known, shape, partial(unpermute_rotary, heads=heads)
+
+    def reason_to_ignore(self, name: str) -> str | None:
+        """Why the forward does not need a tensor, or None if it does."""
+        return IGNORED.get(name)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the file in its place in the model."""
+
+    tensor: GgufTensor
+    undo: Undo | None
+    scale: GgufTensor | None  # one factor for the whole tensor, which NVFP4 files store beside it
+
+
+class GgufSource(TensorSource):
+    """Every tensor of a GGUF file under its Hugging Face name, dequantized to fp32.
+
+    `prefix` is the one of the model's own names, such as `model.language_model.`
+    """
+
+    def __init__(self, path: Path, prefix: str = "model.") -> None:
         super().__init__(path)
-        self._file = file = GgufFile(self.path)
-        architecture = file.value("general.architecture")
-        if architecture not in ROTARY_PERMUTED:
-            known = ", ".join(sorted(ROTARY_PERMUTED))
-            raise YardstickError(f"{path}: GGUF architecture {architecture} is not supported (supported: {known})")
-        heads = int(file.value(f"{architecture}.attention.head_count"))
-        kv_heads = int(file.value(f"{architecture}.attention.head_count_kv", heads))
-        self._heads = {"q_proj": heads, "k_proj": kv_heads} if ROTARY_PERMUTED[architecture] else {}
-        # a tensor whose name we do not know keeps it, and the audit will call it left over
-        self._tensors = {hf_name(name) or name: tensor for name, tensor in file.tensors.items()}
-        self._infos = {
-            name: TensorInfo(tensor.shape, tensor.kind.name, 8 * tensor.data.nbytes)
-            for name, tensor in self._tensors.items()
-        }
+        self._file = GgufFile(self.path)
+        layout = open_layout(self._file, prefix)
+        self._placed: dict[str, Placed] = {}
+        self._infos: dict[str, TensorInfo] = {}
+        self._ignored: dict[str, str] = {}
+        tensors = self._file.tensors
+        for kind in sorted({tensor.kind for tensor in tensors.values()}):
+            require_decoder(kind, self.path)
+        beside = {name: tensors.get(f"{name.removesuffix('.weight')}.scale") for name in tensors}
+        scales = {name: scale for name, scale in beside.items() if scale and scale.shape == (1,)}
+        read_with_weight = {scale.name for scale in scales.values()}
+        for name in tensors:
+            if name in read_with_weight:
+                continue
+            reason = INPUT_SCALE if name.endswith(".input_scale") else layout.reason_to_ignore(name)
+            # what the forward does not need, and what we do not know, keeps its name; the audit sees the latter
+            tensor, scale = tensors[name], scales.get(name)
+            target, shape, undo = (None if reason else layout.place(name, tensor.shape)) or (name, tensor.shape, None)
+            if reason:
+                self._ignored[target] = reason
+            if target in self._placed:
+                raise YardstickError(f"{path}: tensor {name} is a second {target}")
+            if target == name and name.startswith(("model.", "lm_head.")):
+                raise YardstickError(f"{path}: tensor {name} has no GGUF name; its order of rows is not known")
+            self._placed[target] = Placed(tensor, undo, scale)
+            bits = 8 * (tensor.data.nbytes + (scale.data.nbytes if scale else 0))
+            self._infos[target] = TensorInfo(shape, tensor.kind.name, bits)
 
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
 
     def ignored(self) -> dict[str, str]:
-        return {name: reason for name, reason in IGNORED.items() if name in self._tensors}
+        return self._ignored
 
     def read(self, name: str) -> torch.Tensor:
-        values = self._decode(self._tensors[name])
-        module = name.split(".")[-2]
-        return unpermute_rotary(values, self._heads[module]) if module in self._heads else values
+        placed = self._placed[name]
+        values = self._decode(placed, placed.tensor)
+        return placed.undo(values) if placed.undo else values
 
     def rows(self, name: str) -> torch.Tensor | LazyRows:
-        if name not in self._tensors or name.split(".")[-2] in self._heads:
+        placed = self._placed.get(name)
+        if placed is None or placed.undo or len(placed.tensor.shape) != 2:
             return self.get(name)
-        tensor = self._tensors[name]
-        return LazyRows(self, name, lambda start, stop: self._decode(tensor.part(start, stop)))
+        return LazyRows(self, name, lambda start, stop: self._decode(placed, placed.tensor.part(start, stop)))
 
-    def _decode(self, tensor: GgufTensor) -> torch.Tensor:
+    def _decode(self, placed: Placed, tensor: GgufTensor) -> torch.Tensor:
         values = torch.from_numpy(dequantize_gguf(tensor).copy())
+        if placed.scale:
+            values *= float(dequantize_gguf(placed.scale)[0])
         self._file.forget_pages()
         return values
+
+
+def open_layout(file: GgufFile, prefix: str) -> RotaryLayout | Qwen35Layout:
+    """Layout of a file's architecture.
+
+    Raises:
+        YardstickError: an architecture whose changes we do not know.
+    """
+    architecture = str(file.value("general.architecture"))
+    if architecture == "qwen35":
+        return Qwen35Layout(file, prefix)
+    if architecture not in ROTARY_PERMUTED:
+        known = ", ".join(sorted([*ROTARY_PERMUTED, "qwen35"]))
+        raise YardstickError(f"{file.path}: GGUF architecture {architecture} is not supported (supported: {known})")
+    return RotaryLayout(file, prefix, architecture)
+
+
+def require_decoder(kind: Type, path: Path) -> None:
+    """Refuse a file with a type that cannot be decoded, before anything is measured.
+
+    Raises:
+        YardstickError: the type has no decoder.
+    """
+    block, size = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize_gguf(GgufTensor("of one block", (1, block), kind, np.zeros(size, dtype=np.uint8)))
+    except YardstickError as error:
+        raise YardstickError(f"{path}: {error}") from None

@@ -1,0 +1,74 @@
+"""Say of each tensor of a checkpoint how it is stored and how it differs from the original's."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
+from yardstick.models.folder import Original, open_folder
+from yardstick.models.prefill import exact_arithmetic, expected_tensors, head_name
+from yardstick.report.markdown import table
+from yardstick.sources import TensorSource, open_source
+from yardstick.sources.detective import Finding, inspect_tensor, smoothing_factors
+
+# matrices that read the output of a block's norms, whichever of them its mixer has
+AFTER_NORM = {
+    "input_layernorm.weight": (
+        *(f"self_attn.{part}_proj" for part in ("q", "k", "v")),
+        *(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "a", "b")),
+    ),
+    "post_attention_layernorm.weight": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def main(arguments) -> None:
+    exact_arithmetic()
+    if not arguments.base.is_dir():
+        raise YardstickError(f"{arguments.base}: no such folder; --base is the original's Hugging Face folder")
+    original = open_folder(arguments.base)
+    source = open_source(arguments.spec, original.config.prefix)
+    factors = dict(all_factors(source, original))
+    rows, counts, expected = [], {}, expected_tensors(original.config, source)
+    for name in expected:
+        if name not in source.infos():
+            rows.append([name, "–", "–", "–", "missing", ""])
+            continue
+        info, finding = source.infos()[name], inspect_one(name, source, original, factors)
+        counts[finding.verdict] = counts.get(finding.verdict, 0) + 1
+        bits = f"{info.bits / info.numel:.3f}"
+        rows.append([name, info.scheme, bits, f"{finding.error:.4f}", finding.verdict, finding.detail])
+    for name in sorted(set(source.infos()) - set(expected)):
+        reason = source.ignored().get(name)
+        rows.append([name, source.infos()[name].scheme, "–", "–", "ignored" if reason else "left over", reason or ""])
+    print(table(["tensor", "scheme", "bits", "relative error", "verdict", "detail"], rows, left=2))
+    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())), file=sys.stderr)
+
+
+def inspect_one(name: str, source: TensorSource, original: Original, factors: dict) -> Finding:
+    """One tensor beside the original's; a head that the original ties is compared with its embedding."""
+    stored = original.config.head_name if name == head_name(source, original.config) else name
+    base = original.source.get(stored if stored in original.source.infos() else name)
+    return inspect_tensor(source.get(name), base, factors.get(name))
+
+
+def all_factors(source: TensorSource, original: Original) -> Iterator[tuple[str, object]]:
+    """Name of each matrix that reads a changed norm, with the factors that the norm lost."""
+    config = original.config
+    for layer in range(config.num_layers):
+        for norm, readers in AFTER_NORM.items():
+            name = config.layer_name(layer, norm)
+            if name not in source.infos():
+                continue
+            found = smoothing_factors(source.get(name), original.source.get(name), config.zero_centred_norm)
+            if found is None:
+                continue
+            for matrix in readers:
+                yield config.layer_name(layer, f"{matrix}.weight"), found
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("spec", help="the checkpoint as kind:path, such as gguf:model.gguf or ct:folder")
+    arguments.add_argument("--base", type=Path, required=True, help="Hugging Face folder of the original")
+    run_step(main, arguments)

@@ -1,0 +1,143 @@
+"""Checkpoint folders in which quantized matrices are stored in parts: what all such formats share.
+
+A format names its quantized tensors: for each, the stored tensors that belong to it and a function that decodes it.
+Everything else in the folder is a plain tensor under its own name. A stored tensor that belongs to nothing keeps its
+name, and the audit calls it left over.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from yardstick.errors import YardstickError
+from yardstick.files import read_json
+from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
+from yardstick.sources.hf import NOT_MEASURED, PLAIN
+from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One quantized tensor: shape [out, in], scheme, the stored tensors it is made of, and how it is decoded.
+
+    All parts count in its bits. `decode` gives fp32 [out, in].
+    """
+
+    shape: tuple[int, ...]
+    scheme: str
+    parts: tuple[str, ...]
+    decode: Callable[[], torch.Tensor]
+
+
+class FolderSource(TensorSource):
+    """A folder of safetensors with a `quantization_config`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.reader = self.open_reader()
+        self.settings = self.quantization_config()
+        self._stored = self.quantized()
+        self._infos: dict[str, TensorInfo] = {}
+        consumed: dict[str, str] = {}
+        for name, stored in self._stored.items():
+            for part in stored.parts:
+                if part not in self.reader.headers:
+                    raise YardstickError(f"{path}: tensor {part} is missing")
+                if part in consumed:
+                    raise YardstickError(f"{path}: tensor {part} belongs to both {consumed[part]} and {name}")
+                consumed[part] = name
+            bits = sum(self.reader.stored_bits(part) for part in stored.parts)
+            self._infos[name] = TensorInfo(tuple(stored.shape), stored.scheme, bits)
+        for name, header in self.reader.headers.items():
+            if name in consumed:
+                continue
+            if name in self._infos:
+                raise YardstickError(f"{path}: tensor {name} is stored both quantized and plain")
+            self._infos[name] = TensorInfo(
+                tuple(header["shape"]), header["dtype"].lower(), self.reader.stored_bits(name)
+            )
+
+    def open_reader(self) -> SafetensorsReader:
+        """Headers and tensors of the checkpoint; a format that does not use safetensors brings its own reader."""
+        return SafetensorsReader(checkpoint_files(self.path))
+
+    @abstractmethod
+    def quantized(self) -> dict[str, Stored]:
+        """Every quantized tensor by its Hugging Face name; reads headers, and of data only shapes and settings.
+
+        Raises:
+            YardstickError: a scheme that this reader does not know, by the tensor's name.
+        """
+
+    def quantization_config(self) -> dict[str, Any]:
+        """The `quantization_config` of config.json, wherever the family keeps it.
+
+        Raises:
+            YardstickError: there is none.
+        """
+        config = read_json(self.path / "config.json")
+        places = [config, config.get("text_config") or {}]
+        keys = ("quantization_config", "compression_config")  # the second in files of 2024
+        settings = next((place[key] for place in places for key in keys if place.get(key)), None)
+        if not isinstance(settings, dict):
+            raise YardstickError(f"{self.path / 'config.json'}: holds no quantization_config")
+        return settings
+
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def ignored(self) -> dict[str, str]:
+        return {
+            name: reason for name in self._infos for prefix, reason in NOT_MEASURED.items() if name.startswith(prefix)
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self._stored:
+            return self._stored[name].decode()
+        if self.reader.headers[name]["dtype"] not in PLAIN:
+            kind = self.reader.headers[name]["dtype"]
+            raise YardstickError(f"{self.path}: tensor {name} has type {kind} and no scheme that says what it means")
+        return self.reader.tensor(name)
+
+    def rows(self, name: str) -> torch.Tensor | LazyRows:
+        if name in self._stored or not isinstance(self.reader, SafetensorsReader):
+            return self.get(name)
+        return LazyRows(self, name, lambda start, stop: self.reader.tensor(name, start, stop))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Stored shape of a tensor.
+
+        Raises:
+            YardstickError: it is not there.
+        """
+        if name not in self.reader.headers:
+            raise YardstickError(f"{self.path}: tensor {name} is missing")
+        return tuple(self.reader.headers[name]["shape"])
+
+    def stems(self, suffix: str) -> list[str]:
+        """Modules that have a stored tensor `<module><suffix>`, without those that are not measured."""
+        found = [name.removesuffix(suffix) for name in self.reader.headers if name.endswith(suffix)]
+        return [stem for stem in found if not stem.startswith(tuple(NOT_MEASURED))]
+
+
+def unpack_bits(packed: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
+    """Codes 0 .. 2^bits - 1 (int32) from int32 words along `dim`, lowest bits first.
+
+    For widths that divide 32 each word holds 32 / bits codes. For 3 bits, 32 codes lie in three words, and two of them
+    cross from one word to the next: the words are one stream of bits.
+    """
+    words = packed.movedim(dim, -1).to(torch.int64) & 0xFFFFFFFF
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits)
+        codes = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+        codes = codes.flatten(-2)
+    else:
+        stream = ((words.unsqueeze(-1) >> torch.arange(32)) & 1).flatten(-2)
+        whole = stream.shape[-1] // bits * bits
+        stream = stream[..., :whole].unflatten(-1, (-1, bits))
+        codes = (stream << torch.arange(bits)).sum(-1)
+    return codes.to(torch.int32).movedim(-1, dim)
