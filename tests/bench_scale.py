@@ -59,7 +59,7 @@ def print_peaks(folder: Path, layers, length: int) -> None:
         manifest, files = f"{count}.json", ("--chunks", "chunks.npz", "--corpora", "corpora.json")
         peak_gigabytes(folder, "build_model", "--recipe", recipe, "--downloads", "x", "--output", manifest)
         settings = ("--recipe", '{"dtype": "float32", "batch_chunks": 2}', "--model", manifest)
-        peak = peak_gigabytes(folder, "build_reference", *settings, *files, "--output", f"{count}.safetensors")
+        peak = peak_gigabytes(folder, "build_reference", *settings, *files, "--output", f"states-{count}.json")
         print(f"{count:6d} {size / 1e9:15.2f} {peak:9.2f}")
 
 

@@ -11,6 +11,7 @@ import jsonschema
 import yaml
 
 from yardstick.errors import YardstickError
+from yardstick.sources.kinds import KINDS
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
@@ -54,8 +55,16 @@ class Experiment:
         return [*self.variants, *self.rivals, *NOISE_FLOORS]
 
     def candidates_of(self, model: str) -> list[str]:
-        """Rows of one model's table; a rival may be limited to some models."""
-        return [name for name in self.candidates if model in self.models_of(name)]
+        """Rows of one model's table; a rival may be limited to some models, and one that cannot be read is no row."""
+        return [name for name in self.candidates if model in self.models_of(name) and name not in self.unreadable]
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Rivals of formats that have no reader, with the reason; the table names them and goes on without them."""
+        formats = {name: rival.get("format", rival["kind"]) for name, rival in self.rivals.items()}
+        return {
+            name: f"there is no reader for the format {kind}" for name, kind in formats.items() if kind not in KINDS
+        }
 
     def models_of(self, candidate: str) -> list[str]:
         """Models that a candidate is measured for."""

@@ -120,9 +120,18 @@ def test_a_hybrid_model_is_quantized_matrix_by_matrix(with_vision, tmp_path):
     assert not [name for name in quantized if "in_proj_a" in name or "in_proj_b" in name or "conv1d" in name]
 
 
-def test_an_option_of_the_family_that_we_lack_is_refused(with_vision, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e7}}, "rope_type = yarn is not supported"),
+        ({"layer_types": ["linear_attention"]}, "layer_types has 1 entries for 4 layers"),
+        ({"linear_num_value_heads": 3}, "3 value heads do not share 2 key heads evenly"),
+        ({"head_dim": None}, "key 'head_dim' is missing"),
+    ],
+)
+def test_an_option_of_the_family_that_we_lack_is_refused(with_vision, tmp_path, changes, message):
     raw = json.loads((with_vision / "config.json").read_text())
-    raw["text_config"]["rope_parameters"] |= {"rope_type": "yarn"}
+    raw["text_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(YardstickError, match="rope_type = yarn is not supported"):
+    with pytest.raises(YardstickError, match=message):
         load_config(tmp_path)

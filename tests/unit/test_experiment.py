@@ -161,5 +161,13 @@ def test_published_configs_are_whole(name):
     assert experiment.candidates_of(model)[-3:] == ["noise-hf", "noise-arithmetic", "noise-decode"]
     if recorded := experiment.models[model]["recorded"]:
         figures = json.loads(Path(recorded).read_text())["candidates"]
-        assert set(figures) <= set(experiment.candidates_of(model))
+        assert set(figures) <= {*experiment.candidates_of(model), *experiment.unreadable}
         assert set(figures) >= {*experiment.variants, *experiment.rivals}
+
+
+def test_a_rival_without_a_reader_is_no_row_and_is_named():
+    experiment = load_experiment(yaml.safe_load(Path("config/qwen3.8-27b.yaml").read_text()))
+    assert experiment.unreadable == {"exl3-4.00bpw": "there is no reader for the format exl3"}
+    assert "exl3-4.00bpw" not in experiment.candidates_of("qwen3.8-27b")
+    with pytest.raises(YardstickError, match="exl3-4.00bpw: there is no reader for the format exl3"):
+        check_targets(["results/quality/qwen3.8-27b/exl3-4.00bpw/summary.json"], experiment)

@@ -15,7 +15,8 @@ from yardstick.errors import YardstickError
 from yardstick.experiment import load_experiment
 from yardstick.models.config import read_config
 from yardstick.models.folder import open_folder
-from yardstick.plan import ModelPlan, Rates, matrices, missing_bytes, parameters
+from yardstick.plan.sizes import matrices, parameters
+from yardstick.plan.steps import ModelPlan, Rates, missing_bytes
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_rtn import quantize_model
 from yardstick.rivals.gguf_write import write_gguf
@@ -118,13 +119,14 @@ def test_the_command_prints_every_step_and_refuses_a_disk_that_is_too_small(caps
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**12))
     code, out, err = run(capsys, *arguments)
     assert code == 0 and err == ""
-    for line in ("fetch the model", "run the original", "quantize gptq-g64", "fetch exl3-4.00bpw", "measure noise-hf"):
+    for line in ("fetch the model", "run the original", "quantize gptq-g64", "fetch nvfp4-qat", "measure noise-hf"):
         assert f"| {line} |" in out
     assert "free here: 1000.00 GB" in out
+    assert "Not planned: exl3-4.00bpw: there is no reader for the format exl3." in out
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**11))
     code, out, err = run(capsys, *arguments)
     assert code == 1 and "| run the original |" in out
-    assert err.startswith("yardstick: plan: the experiment still needs 205.") and "has 100.00 GB free" in err
+    assert err.startswith("yardstick: plan: the experiment still needs 188.") and "has 100.00 GB free" in err
 
 
 def test_wrong_input_of_the_plan(capsys, tmp_path):
@@ -152,6 +154,28 @@ def test_an_architecture_that_is_not_the_models_is_refused(tmp_path):
     config["models"] = {"m": {"kind": "local", "path": str(folder), "architecture": str(tmp_path / "other.json")}}
     with pytest.raises(YardstickError, match="other.json is not the architecture of .*config.json"):
         ModelPlan(load_experiment(config), "m", RATES)
+
+
+def test_rivals_that_the_plan_knows_cannot_be(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", "qwen3_5", False, layers=4)
+    config = yaml.safe_load(Path("config/config.yaml").read_text())
+    config["models"] = {"m": {"kind": "local", "path": str(folder)}}
+    with pytest.raises(YardstickError, match="rival gguf-q8_0: a qwen3_5_text model cannot be written as GGUF yet"):
+        ModelPlan(load_experiment(config), "m", RATES).steps()
+    config["rivals"] = {"gone": {"kind": "local", "format": "hf", "path": str(tmp_path / "gone")}}
+    config["bar"] = "gone"
+    with pytest.raises(YardstickError, match="rival gone: .*/gone: no such file or folder"):
+        ModelPlan(load_experiment(config), "m", RATES).steps()
+    config["models"]["m"]["path"] = "/nope"
+    with pytest.raises(YardstickError, match="/nope/config.json: no such file; is models.m.path"):
+        ModelPlan(load_experiment(config), "m", RATES)
+
+
+def test_wrong_rates_are_one_line(capsys):
+    for option in ("--disk-mb", "--bandwidth-gb", "--gflops-float32"):
+        for value in ("0", "nan", "x", "-3"):
+            code, _, err = run(capsys, option, value)
+            assert code == 1 and err == f"yardstick: argument {option}: invalid positive value: '{value}'\n"
 
 
 def test_the_measured_rate_is_a_rate():

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,7 +9,7 @@ from yardstick.evaluate.positions import COLUMNS, write_positions
 from yardstick.evaluate.statistics import summarize
 from yardstick.files import write_json
 from yardstick.report.document import write_record
-from yardstick.report.markdown import fidelity_table, figure
+from yardstick.report.markdown import fidelity_table, figure, not_measured_line
 from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import load_results, verdict
@@ -119,7 +121,33 @@ def test_recorded_figures_stand_beside_measured_ones(results, tmp_path):
         recorded_section(load_results(results, "m", RECIPE), path)
 
 
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        ([1], "candidates must hold an object"),
+        ({"good": [1]}, "candidates must hold an object"),
+        ({"good": {"kl.mean": "0.05"}}, "good: kl.mean is '0.05', not a finite number"),
+        ({"good": {"kl.mean": None}}, "good: kl.mean is None, not a finite number"),
+        ({"good": {"kl.mean": float("nan")}}, "good: kl.mean is nan, not a finite number"),
+        ({"absent": {"kl.mean": True}}, "absent: kl.mean is True, not a finite number"),
+        ({"good": {"kl": 1.0}}, "kl of a summary is .*, not a finite number"),
+        ({"good": {"kl.interval": 1.0}}, "kl.interval of a summary is .*, not a finite number"),
+        ({"good": {"failed": 1.0}}, "failed of a summary is None, not a finite number"),
+    ],
+)
+def test_recorded_figures_of_another_form_are_refused(results, tmp_path, candidates, message):
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps({"origin": "x", "candidates": candidates}))
+    with pytest.raises(YardstickError, match=message):
+        recorded_section(load_results(results, "m", RECIPE), path)
+
+
 def test_a_bar_that_is_not_made_for_the_model_is_said(results):
     assert verdict(load_results(results, "m", RECIPE | {"bar": "other"})) == (
-        "The bar, `other`, is not made for this model."
+        "The bar, `other`, is not in this table: it is not made for this model."
     )
+    reason = {"other": "there is no reader for the format exl3"}
+    loaded = load_results(results, "m", RECIPE | {"bar": "other", "not_measured": reason})
+    assert verdict(loaded) == "The bar, `other`, is not in this table: there is no reader for the format exl3."
+    assert not_measured_line(loaded) == ["Not measured: `other` (there is no reader for the format exl3).\n"]
+    assert not_measured_line(load_results(results, "m", RECIPE)) == []

@@ -120,8 +120,46 @@ def test_a_truncated_rival(tree):
     path = tree.folder / "results/quality/tiny/gguf-q8_0/checkpoint/model.gguf"
     path.write_bytes(path.read_bytes()[:-500])
     line = message(tree.run("results/quality/tiny/gguf-q8_0/summary.json"))
-    assert "model.gguf: truncated" in line
+    assert "model.gguf: is gone or has changed" in line
     assert not (tree.folder / "results/quality/tiny/gguf-q8_0/positions.parquet").exists()
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "message_part"),
+    [
+        ("gguf-q8_0/checkpoint/model.gguf", "is gone or has changed"),
+        ("reference/states.safetensors", "is gone or has changed"),
+        ("rtn-g32/checkpoint/layer-00000.safetensors", "its sha256 is not the one on record"),
+    ],
+)
+def test_a_flipped_bit_is_never_measured(tree, name, message_part):
+    flip_a_bit(tree.folder / "results/quality/tiny" / name)
+    candidate = name.split("/")[0] if "reference" not in name else "gptq-g32"
+    for file in ("positions.parquet", "evaluation.json", "summary.json"):
+        (tree.folder / "results/quality/tiny" / candidate / file).unlink()
+    assert message_part in message(tree.run(f"results/quality/tiny/{candidate}/summary.json"))
+
+
+def test_a_flipped_bit_of_the_positions_is_never_summarized(tree):
+    path = tree.folder / "results/quality/tiny/rtn-g32/positions.parquet"
+    flip_a_bit(path)
+    (tree.folder / "results/quality/tiny/rtn-g32/summary.json").unlink()
+    assert "positions.parquet: damaged" in message(tree.run("results/quality/tiny/rtn-g32/summary.json"))
+
+
+def test_a_shard_outside_the_folder_is_refused(tmp_path, tiny_model):
+    model = copied_model(tmp_path, tiny_model)
+    (model / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    line = message(fresh(tmp_path, model).run("data/models/tiny/manifest.json"))
+    assert "names the shard '../elsewhere.safetensors', which is not a file beside it" in line
 
 
 def test_too_little_text(tmp_path, tiny_model):
@@ -166,7 +204,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_rest(tree):
         '{"dtype":"float32","batch_chunks":2}',
     ]
     command += ["--model", "data/models/tiny/manifest.json", "--chunks", "data/quality/tiny/chunks.npz"]
-    command += ["--corpora", "data/quality/tiny/manifest.json", "--output", "results/states.safetensors"]
+    command += ["--corpora", "data/quality/tiny/manifest.json", "--output", "results/manifest.json"]
     code = (
         "import os,resource,signal,sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); os.execv(sys.argv[1], sys.argv[1:])"
@@ -176,6 +214,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_rest(tree):
     )
     assert "cannot write" in message(result)
     assert not (tree.folder / "results/states.safetensors").exists()
+    assert not (tree.folder / "results/manifest.json").exists()
     assert not list((tree.folder / "results").glob(".tmp-*"))
     assert target.read_bytes() == before
 

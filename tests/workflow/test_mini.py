@@ -73,7 +73,7 @@ def test_a_hybrid_model_has_its_own_section(finished_tree):
     table = (finished_tree.folder / "results/quality/table.md").read_text()
     section = table[table.index("## hybrid") :]
     assert "`gguf-" not in section.split("\n\n")[2]
-    assert "The bar, `gguf-iq4_xs`, is not made for this model." in section
+    assert "The bar, `gguf-iq4_xs`, is not in this table: it is not made for this model." in section
 
 
 def test_a_rival_of_another_model_is_no_target(finished_tree):
@@ -176,6 +176,12 @@ def test_a_config_file_of_ones_own_replaces_the_default(tree):
     for rival in other["rivals"].values():
         del rival["models"]
     (tree.folder / "mine.yaml").write_text(yaml.safe_dump(other))
-    planned = set(re.findall(r"^Job \d+: (.*)$", tree.must_run("-n", "--configfile", "mine.yaml").stdout, flags=re.M))
+    planned = set(
+        re.findall(
+            r"^Job \d+: (.*)$",
+            tree.must_run("-n", "--configfile=mine.yaml", "results/quality/table.md").stdout,
+            flags=re.M,
+        )
+    )
     assert "Measuring rtn-g32 of other" in planned
     assert not [message for message in planned if "tiny" in message]

@@ -51,6 +51,8 @@ def rivals(tmp_path, tiny_model):
         "broken": {"kind": "made", "tool": "copier", "scheme": "broken", "format": "hf"},
         "nothing": {"kind": "made", "tool": "copier", "scheme": "nothing", "format": "hf"},
         "theirs": {"kind": "local", "format": "hf", "path": str(theirs)},
+        "gone": {"kind": "local", "format": "hf", "path": str(tmp_path / "nowhere")},
+        "mixed-up": {"kind": "local", "format": "gguf", "path": str(theirs)},
         "unread": {"kind": "local", "format": "exl9", "path": str(theirs)},
     }
     tree.config["baseline"], tree.config["bar"] = "rtn-g32", "theirs"
@@ -89,7 +91,11 @@ def test_tools_that_fail_are_one_line(rivals):
         rivals.run("results/quality/tiny/nothing/summary.json")
     )
     line = message(rivals.run("results/quality/tiny/unread/summary.json"))
-    assert "rival unread: there is no reader for the format exl9 (readers: hf, packed, gguf, ct" in line
+    assert line.endswith("unread: there is no reader for the format exl9")
+    line = message(rivals.run("results/quality/tiny/gone/summary.json"))
+    assert "rival gone: " in line and "nowhere: no such file or folder" in line
+    line = message(rivals.run("results/quality/tiny/mixed-up/summary.json"))
+    assert "theirs: holds no .gguf file" in line
 
 
 def test_a_rival_that_changed_since_it_was_fetched_is_not_measured(rivals):

@@ -17,7 +17,7 @@ from yardstick.evaluate.reference import load_states
 from yardstick.experiment import load_experiment
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states
-from yardstick.plan import ModelPlan, Rates
+from yardstick.plan.steps import ModelPlan, Rates
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,9 @@ def test_a_long_context_stays_within_the_plan(tmp_path, family):
     peak_gigabytes(tmp_path, "build_model", "--recipe", recipe, "--downloads", "x", "--output", "manifest.json")
     files = ("--model", "manifest.json", "--chunks", "chunks.npz", "--corpora", "corpora.json")
     settings = '{"dtype": "float32", "batch_chunks": 1}'
-    peak = peak_gigabytes(tmp_path, "build_reference", "--recipe", settings, *files, "--output", "states.safetensors")
+    peak = peak_gigabytes(
+        tmp_path, "build_reference", "--recipe", settings, *files, "--output", "manifest-of-states.json"
+    )
     expected = planned(model, chunks=2, length=length).reference().memory / 1e9
     print(f"{family}: peak {peak:.2f} GB, planned {expected:.2f} GB")
     assert peak <= 1.1 * expected < 0.35 + 0.8 / 2
@@ -84,7 +86,7 @@ def test_three_gigabytes_are_measured_in_half_of_it(tmp_path, large_model):
         "reference": peak_gigabytes(
             tmp_path,
             "build_reference",
-            *("--recipe", '{"dtype": "float32", "batch_chunks": 2}', *common, "--output", "states.safetensors"),
+            *("--recipe", '{"dtype": "float32", "batch_chunks": 2}', *common, "--output", "manifest-of-states.json"),
         ),
     }
     measured = {"source": "hf", "forward": "yardstick", "dtype": "float32", "batch_chunks": 2}
@@ -95,7 +97,7 @@ def test_three_gigabytes_are_measured_in_half_of_it(tmp_path, large_model):
             tmp_path,
             "evaluate",
             *("--recipe", json.dumps(recipe), "--name", name, *common),
-            *("--reference", "states.safetensors", *outputs),
+            *("--reference", "manifest-of-states.json", *outputs),
         )
     print({name: f"{peak:.2f} GB" for name, peak in peaks.items()})
     assert max(peaks.values()) <= LIMIT, peaks

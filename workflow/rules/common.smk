@@ -49,9 +49,6 @@ def code(*modules):
 
 # Input functions only look up what the config says.
 
-CHECKPOINT_FILES = {"packed": "model.safetensors.index.json", "gguf": "model.gguf"}
-CHECKPOINT_FILES |= dict.fromkeys(("made", "hub", "local"), "manifest.json")
-
 
 def local_files(wildcards):
     """Files of a model that lies on this machine: an edit of them reruns everything that follows."""
@@ -84,7 +81,13 @@ def calibration_sequences(wildcards):
 def local_rival(wildcards):
     """Files of a rival that lies on this machine."""
     path = Path(EXPERIMENT.rivals[wildcards.rival].get("path", ""))
-    return sorted(map(str, path.glob("*.[sj]*"))) if path.is_dir() else [str(path)]
+    if path.is_dir():
+        return sorted(str(file) for file in path.iterdir() if file.is_file())
+    return [str(path)] if path.is_file() else []  # one that is missing is for the step to tell
+
+
+def rival_code(wildcards):
+    return code("yardstick.cli.retrieve_rival", KINDS[EXPERIMENT.rivals[wildcards.rival]["format"]][0])
 
 
 def tool_script(wildcards):
@@ -108,18 +111,23 @@ def importance_matrix(wildcards):
 
 def checkpoint(wildcards):
     """The candidate's checkpoint; a noise floor has none, it runs the original weights."""
-    kind = EXPERIMENT.recipe(wildcards.candidate).get("kind", "packed")
-    if kind not in CHECKPOINT_FILES:
-        return []
     folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
-    return [f"{folder}/{CHECKPOINT_FILES[kind]}"]
+    if wildcards.candidate in EXPERIMENT.variants:
+        return [f"{folder}/model.safetensors.index.json"]
+    return [f"{folder}/manifest.json"] if wildcards.candidate in EXPERIMENT.rivals else []
+
+
+def checkpoint_content(wildcards):
+    """Files of a checkpoint whose names are known beforehand: a change of them is measured again, or refused."""
+    recipe = EXPERIMENT.recipe(wildcards.candidate)
+    folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
+    return [f"{folder}/model.gguf"] if recipe.get("kind") == "gguf" else []
 
 
 def evaluation_code(wildcards):
     recipe = EXPERIMENT.evaluation_recipe(wildcards.candidate)
     extra = ["yardstick.evaluate.hugging_face"] if recipe["forward"] == "transformers" else []
-    reader = KINDS[recipe["source"]][:1] if recipe["source"] in KINDS else []
-    return code("yardstick.cli.evaluate", *reader, *extra)
+    return code("yardstick.cli.evaluate", KINDS[recipe["source"]][0], *extra)
 
 
 def evaluation_params(wildcards):
@@ -142,6 +150,7 @@ def recorded_figures(wildcards):
 TABLE_RECIPE = as_json(
     {
         "models": {model: EXPERIMENT.candidates_of(model) for model in EXPERIMENT.models},
+        "not_measured": EXPERIMENT.unreadable,
         "recorded": {name: model["recorded"] for name, model in EXPERIMENT.models.items() if model["recorded"]},
         "baseline": EXPERIMENT.config["baseline"],
         "bar": EXPERIMENT.config["bar"],

@@ -6,9 +6,11 @@ rule evaluate_candidate:
         code=evaluation_code,
         model="data/models/{model}/manifest.json",
         checkpoint=checkpoint,
+        content=checkpoint_content,
         chunks="data/quality/{model}/chunks.npz",
         corpora="data/quality/{model}/manifest.json",
-        reference="results/quality/{model}/reference/states.safetensors",
+        reference="results/quality/{model}/reference/manifest.json",
+        states="results/quality/{model}/reference/states.safetensors",
     output:
         positions="results/quality/{model}/{candidate}/positions.parquet",
         evaluation="results/quality/{model}/{candidate}/evaluation.json",

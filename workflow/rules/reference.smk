@@ -8,7 +8,8 @@ rule build_reference:
         chunks="data/quality/{model}/chunks.npz",
         corpora="data/quality/{model}/manifest.json",
     output:
-        "results/quality/{model}/reference/states.safetensors",
+        manifest="results/quality/{model}/reference/manifest.json",
+        states="results/quality/{model}/reference/states.safetensors",
     log:
         "logs/{model}/build_reference.log",
     benchmark:
@@ -23,4 +24,4 @@ rule build_reference:
         "Running the original {wildcards.model}"
     shell:
         "python -m yardstick.cli.build_reference --recipe {params.recipe:q} --model {input.model}"
-        " --chunks {input.chunks} --corpora {input.corpora} --output {output} --log {log}"
+        " --chunks {input.chunks} --corpora {input.corpora} --output {output.manifest} --log {log}"

@@ -32,6 +32,7 @@ rule build_gguf:
         imatrix=importance_matrix,
     output:
         checkpoint="results/quality/{model}/{rival}/checkpoint/model.gguf",
+        manifest="results/quality/{model}/{rival}/checkpoint/manifest.json",
         record="results/quality/{model}/{rival}/quantize.json",
     log:
         "logs/{model}/{rival}/build_gguf.log",
@@ -49,7 +50,7 @@ rule build_gguf:
         "Making the GGUF rival {wildcards.rival} of {wildcards.model}"
     shell:
         "python -m yardstick.cli.build_gguf --recipe {params.recipe:q} --model {input.model} {params.imatrix}"
-        " --output {output.checkpoint} --record {output.record} --log {log}"
+        " --output {output.checkpoint} --manifest {output.manifest} --record {output.record} --log {log}"
 
 
 rule build_environment:
@@ -109,7 +110,8 @@ rule make_rival:
 
 rule retrieve_rival:
     input:
-        code=code("yardstick.cli.retrieve_rival"),
+        code=rival_code,
+        model="data/models/{model}/manifest.json",
         local=local_rival,
     output:
         manifest="results/quality/{model}/{rival}/checkpoint/manifest.json",
@@ -128,5 +130,5 @@ rule retrieve_rival:
     message:
         "Fetching the rival {wildcards.rival} of {wildcards.model}"
     shell:
-        "python -m yardstick.cli.retrieve_rival --recipe {params.recipe:q} --name {wildcards.rival}"
+        "python -m yardstick.cli.retrieve_rival --recipe {params.recipe:q} --name {wildcards.rival} --model {input.model}"
         " --output {output.manifest} --record {output.record} --log {log}"

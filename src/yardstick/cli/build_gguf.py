@@ -6,6 +6,7 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.files import sha256_file, write_json
+from yardstick.manifest import write_manifest
 from yardstick.models.folder import open_original
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, package_versions
@@ -24,6 +25,7 @@ def main(arguments) -> None:
     total = sum(shape[0] * shape[1] for shape in config.tensors().values() if len(shape) == 2)
     with progress(f"gguf {recipe['mix']}", total, "weight") as done:
         types = write_gguf(arguments.output, original, recipe["mix"], importance, threads, done)
+    write_manifest(arguments.manifest, arguments.output.parent, [arguments.output.name], format="gguf")
     inputs = {"model": original.digest}
     if arguments.imatrix:
         inputs["imatrix"] = sha256_file(arguments.imatrix)
@@ -60,5 +62,6 @@ if __name__ == "__main__":
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--imatrix", type=Path, help="importance matrix, where the recipe uses one")
     arguments.add_argument("--output", type=Path, required=True, help="GGUF file to write")
+    arguments.add_argument("--manifest", type=Path, required=True, help="manifest.json to write beside it")
     arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
     run_step(main, arguments)

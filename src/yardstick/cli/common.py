@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from yardstick.errors import YardstickError
 
@@ -36,9 +36,15 @@ class _Tee:
         return self._stream.fileno()
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"yardstick: {message}", file=sys.stderr)
+        sys.exit(1)
+
+
 def parser(description: str) -> argparse.ArgumentParser:
-    """Parser with the arguments that all steps share."""
-    result = argparse.ArgumentParser(description=description)
+    """Parser with the arguments that all steps share; a wrong one is one line and exit code 1, like all wrong input."""
+    result = _Parser(description=description)
     result.add_argument("--recipe", type=json.loads, default={}, help="the step's settings, as JSON")
     result.add_argument("--log", type=Path, help="also write messages to this file")
     return result
@@ -79,6 +85,7 @@ def user_message(error: Exception) -> str | None:
         where = f" ({error.filename})" if error.filename else ""
         return f"cannot write{where}: {error.strerror or text}; nothing half-written was kept"
     if isinstance(error, OSError) and error.errno in (
+        errno.ENOENT,
         errno.EACCES,
         errno.EIO,
         errno.ENOTDIR,

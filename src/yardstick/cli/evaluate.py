@@ -11,8 +11,9 @@ from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import bits_per_weight, schemes
 from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault, tile_count
 from yardstick.evaluate.positions import positions_frame, write_positions
-from yardstick.evaluate.reference import load_states
+from yardstick.evaluate.reference import STATES, load_states
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+from yardstick.manifest import candidate_path, checked_files
 from yardstick.models.folder import Original, open_original
 from yardstick.models.prefill import (
     DTYPES,
@@ -36,7 +37,9 @@ def main(arguments) -> None:
     config, source = original.config, open_candidate(recipe["source"], arguments.checkpoint, original)
     vocabulary = read_json(arguments.corpora, "vocabulary")["vocabulary"]
     audit_source(source, expected_tensors(config, source))
-    windows, reference = load_windows(arguments.chunks), load_states(arguments.reference)
+    windows = load_windows(arguments.chunks)
+    folder, reference_files = checked_files(arguments.reference)
+    reference = load_states(folder / STATES)
     if tuple(reference.shape[:2]) != tuple(windows.inputs.shape):
         raise YardstickError(f"{arguments.reference}: is not the reference of {arguments.chunks}")
     with progress(f"forward {arguments.name}", windows.inputs.numel(), passes=config.num_layers) as done:
@@ -72,7 +75,7 @@ def main(arguments) -> None:
                 "inputs": {
                     "model": original.digest,
                     "chunks": sha256_file(arguments.chunks),
-                    "reference": sha256_file(arguments.reference),
+                    "reference": reference_files[STATES],
                     **({"checkpoint": sha256_file(arguments.checkpoint)} if arguments.checkpoint else {}),
                 },
                 "code_sha256": code_digest(*modules),
@@ -91,24 +94,10 @@ def open_candidate(kind: str, checkpoint: Path | None, original: Original) -> Te
     if checkpoint is None:
         return original.source
     if checkpoint.name == "manifest.json":
-        place = checked_files(checkpoint)
-    else:  # a sharded checkpoint is named by its index, whose folder the source opens
-        place = checkpoint.parent if checkpoint.suffix == ".json" else checkpoint
+        place = candidate_path(kind, *checked_files(checkpoint))
+    else:  # our own checkpoints are named by their index, which holds the digests
+        place = checkpoint.parent
     return open_source(f"{kind}:{place}", original.config.prefix)
-
-
-def checked_files(manifest: Path) -> Path:
-    """Where the files of a fetched rival lie: the file itself where there is one, else their folder.
-
-    Raises:
-        YardstickError: a file is gone or has changed since it was fetched.
-    """
-    content = read_json(manifest, "folder", "files")
-    folder = manifest.parent / content["folder"]
-    for name, digest in content["files"].items():
-        if not (folder / name).is_file() or sha256_file(folder / name) != digest:
-            raise YardstickError(f"{folder / name}: is gone or has changed; delete {manifest} to fetch it again")
-    return folder / next(iter(content["files"])) if len(content["files"]) == 1 else folder
 
 
 def run_forward(
@@ -141,7 +130,7 @@ if __name__ == "__main__":
     arguments.add_argument("--checkpoint", type=Path, help="the candidate's file or index; the original if left out")
     arguments.add_argument("--chunks", type=Path, required=True, help="evaluation windows")
     arguments.add_argument("--corpora", type=Path, required=True, help="the corpora's manifest.json")
-    arguments.add_argument("--reference", type=Path, required=True, help="the reference's hidden states")
+    arguments.add_argument("--reference", type=Path, required=True, help="manifest.json of the reference")
     arguments.add_argument("--positions", type=Path, required=True, help="positions.parquet to write")
     arguments.add_argument("--output", type=Path, required=True, help="evaluation.json to write")
     run_step(main, arguments)

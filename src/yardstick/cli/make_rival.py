@@ -4,6 +4,7 @@ from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.files import sha256_file, write_json
+from yardstick.manifest import write_manifest
 from yardstick.models.folder import open_original
 from yardstick.provenance import code_digest
 from yardstick.rivals.tool import run_tool, tool_versions
@@ -15,8 +16,8 @@ def main(arguments) -> None:
     environment, output = arguments.packages.parent, manifest.parent / "files"
     what = f"rival {arguments.name}"
     run_tool(what, environment, arguments.script, recipe, original.folder.resolve(), arguments.calibration, output)
-    files = {path.name: sha256_file(path) for path in sorted(output.iterdir()) if path.is_file()}
-    write_json(manifest, {"folder": output.name, "files": files, "format": recipe["format"]})
+    names = [path.name for path in output.iterdir() if path.is_file()]
+    files = write_manifest(manifest, output, names, format=recipe["format"])
     inputs = {"model": original.digest, "script": sha256_file(arguments.script)}
     if arguments.calibration:
         inputs["calibration"] = sha256_file(arguments.calibration)

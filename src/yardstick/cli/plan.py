@@ -12,7 +12,8 @@ from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.experiment import load_experiment
 from yardstick.models.prefill import DTYPES, exact_arithmetic, pick_device
-from yardstick.plan import ModelPlan, Rates, Step, Weights, missing_bytes
+from yardstick.plan.sizes import Weights
+from yardstick.plan.steps import ModelPlan, Rates, Step, missing_bytes
 from yardstick.report.markdown import table
 
 
@@ -27,6 +28,11 @@ def main(arguments) -> None:
         steps = plan.steps()
         needed += missing_bytes(steps)
         print(f"## {model}\n\n{steps_table(steps)}\n\n{weights_table(plan.weights(), arguments.bandwidth_gb)}\n")
+    for name, reason in experiment.unreadable.items():
+        print(f"Not planned: {name}: {reason}.")
+    tools = sorted({rival["tool"] for rival in experiment.rivals.values() if rival["kind"] == "made"})
+    if tools:
+        print(f"Not counted: environments of {', '.join(tools)}, about 1.5 GB each, and the time of these tools.")
     free = shutil.disk_usage(Path.cwd()).free
     speeds = ", ".join(
         f"{name} {rate / 1e9:.0f} GFLOP/s ({'given' if given[name] else f'measured on {pick_device()} just now'})"

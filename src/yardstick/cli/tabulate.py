@@ -5,7 +5,7 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import write_text
-from yardstick.report.markdown import fidelity_table, reference_line
+from yardstick.report.markdown import fidelity_table, not_measured_line, reference_line
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import load_results, verdict
 
@@ -25,6 +25,7 @@ def main(arguments) -> None:
         results = load_results(arguments.results, model, recipe)
         floors = "; ".join(f"*{name}* is {text}" for name, text in NOISE_FLOORS.items())
         sections += [f"## {model}\n", reference_line(results) + "\n", fidelity_table(results) + "\n"]
+        sections += not_measured_line(results)
         sections += [verdict(results) + "\n", f"Noise floors: {floors}.\n"]
         if model in recipe["recorded"]:
             sections += recorded_section(results, Path(recipe["recorded"][model]))

@@ -42,6 +42,8 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
             continue
         if inside[1] not in experiment.candidates_of(inside[0]):
             known = ", ".join(experiment.candidates_of(inside[0]))
+            if inside[1] in experiment.unreadable:
+                raise YardstickError(f"target {argument}: {inside[1]}: {experiment.unreadable[inside[1]]}")
             where = f" for the model {inside[0]}" if inside[1] in experiment.candidates else ""
             raise YardstickError(f"target {argument}: the config has no candidate {inside[1]}{where} (known: {known})")
         if inside[2] not in CANDIDATE_FILES:

@@ -37,9 +37,9 @@ def positions_frame(divergence, corpora: list[str], length: int) -> pd.DataFrame
 
 
 def write_positions(path: Path, frame: pd.DataFrame) -> None:
-    """Write the rows, atomically."""
+    """Write the rows, atomically, with a checksum of every page."""
     with atomic_path(path) as temporary:
-        frame.to_parquet(temporary, index=False, compression="zstd")
+        frame.to_parquet(temporary, index=False, compression="zstd", write_page_checksum=True)
 
 
 def read_positions(path: Path) -> pd.DataFrame:
@@ -49,7 +49,7 @@ def read_positions(path: Path) -> pd.DataFrame:
         YardstickError: missing, damaged, or columns are missing.
     """
     try:
-        frame = pd.read_parquet(path)
+        frame = pd.read_parquet(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise YardstickError(f"{path}: no such file") from None
     except Exception as error:  # pyarrow's errors share no class

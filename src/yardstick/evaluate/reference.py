@@ -10,6 +10,8 @@ from yardstick.errors import YardstickError
 from yardstick.evaluate.divergence import compare
 from yardstick.files import atomic_path, one_key_metadata
 
+STATES = "states.safetensors"
+
 
 def save_states(path: Path, states: torch.Tensor, record: dict[str, str]) -> None:
     """Write hidden states [chunks, length, hidden] in their compute type, with a record of what made them."""

@@ -180,41 +180,101 @@ def read_config(path: Path) -> ModelConfig:
     if family in WRAPPED:
         key, prefix = WRAPPED[family]
         tied = raw.get("tie_word_embeddings")
-        raw = raw.get(key) or {}
+        raw = raw.get(key)
+        if not isinstance(raw, dict):
+            raise YardstickError(f"{path}: {key} is not an object")
         raw = raw if tied is None else raw | {"tie_word_embeddings": tied}
         family = raw.get("model_type")
     if family not in FAMILIES:
         raise YardstickError(f"{path}: model_type {family} is not supported (supported: {', '.join(FAMILIES)})")
-    # transformers 5 writes one object; before, theta stood alone and the scaling had its own
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     hybrid = family == "qwen3_5_text"
+    rope = rope_settings(path, raw)
     check_options(path, raw, rope, hybrid)
-    try:
-        head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-        factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25 if hybrid else 1.0))
-        return ModelConfig(
-            family=family,
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=int(raw["num_attention_heads"]),
-            num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-            head_dim=head_dim,
-            vocab_size=int(raw["vocab_size"]),
-            rms_norm_eps=float(raw["rms_norm_eps"]),
-            rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else raw["rope_theta"]),
-            tied_head=bool(raw.get("tie_word_embeddings", False)),
-            rotary_dim=int(head_dim * factor),
-            rope_scaling=llama3_scaling(rope) if rope_type(rope) == "llama3" else None,
-            layer_kinds=hybrid_layers(raw) if hybrid else None,
-            delta=delta_shape(raw) if hybrid else None,
-            prefix=prefix,
-            **FAMILIES[family],
-        )
-    except KeyError as error:
-        raise YardstickError(f"{path}: key {error} is missing") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise YardstickError(f"{path}: a value is missing or not of its kind ({error})") from None
+    reader = _Values(path, raw)
+    layers, hidden, heads = (reader.count(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    key_heads = reader.count("num_key_value_heads", heads)
+    # where the key is left out the families' own defaults differ
+    head_dim = reader.count("head_dim", hidden // heads if family in ("llama", "qwen2") else None)
+    factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25 if hybrid else 1.0))
+    tied = raw.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise YardstickError(f"{path}: tie_word_embeddings is {tied!r}, not true or false")
+    if heads % key_heads:
+        raise YardstickError(f"{path}: {heads} attention heads do not share {key_heads} key heads evenly")
+    return ModelConfig(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=reader.count("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        head_dim=head_dim,
+        vocab_size=reader.count("vocab_size"),
+        rms_norm_eps=reader.number("rms_norm_eps"),
+        rope_theta=_Values(path, rope).number("rope_theta"),
+        tied_head=tied,
+        rotary_dim=int(head_dim * _Values(path, {"partial_rotary_factor": factor}).number("partial_rotary_factor")),
+        rope_scaling=llama3_scaling(path, rope) if rope_type(rope) == "llama3" else None,
+        layer_kinds=hybrid_layers(path, raw, reader, layers) if hybrid else None,
+        delta=delta_shape(path, reader) if hybrid else None,
+        prefix=prefix,
+        **FAMILIES[family],
+    )
+
+
+class _Values:
+    """Numbers of a config by key; anything that is not one is refused, by name."""
+
+    def __init__(self, path: Path, raw: dict) -> None:
+        self.path, self.raw = path, raw
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number from 1 on; `default` where the key is missing or null."""
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise YardstickError(f"{self.path}: {key} is {value!r}, not a whole number from 1 on")
+        return value
+
+    def number(self, key: str) -> float:
+        """A positive finite number."""
+        value = self._get(key, None)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise YardstickError(f"{self.path}: {key} is {value!r}, not a positive number")
+        return float(value)
+
+    def _get(self, key: str, default: int | None):
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if value is None:
+            raise YardstickError(f"{self.path}: key {key!r} is missing")
+        return value
+
+
+def rope_settings(path: Path, raw: dict) -> dict:
+    """The rotary settings as one object, `rope_theta` included.
+
+    transformers 5 writes `rope_parameters`; before, theta stood alone and a scaling had `rope_scaling`. A config may
+    hold several of them, which must then say the same.
+
+    Raises:
+        YardstickError: they differ, or are kept by kind of layer.
+    """
+    found = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    if not all(isinstance(rope, dict) for rope in found):
+        raise YardstickError(f"{path}: rope_parameters and rope_scaling must be objects")
+    if any(isinstance(value, dict) for rope in found for value in rope.values()):
+        raise YardstickError(f"{path}: rotary settings by kind of layer are not supported")
+    thetas = [place["rope_theta"] for place in (*found, raw) if place.get("rope_theta") is not None]
+    if any(theta != thetas[0] for theta in thetas):
+        raise YardstickError(f"{path}: rope_theta is given as {thetas[0]} and as {thetas[-1]}")
+    for rope in found:
+        if "type" in rope and rope.get("rope_type", rope["type"]) != rope["type"]:
+            raise YardstickError(f"{path}: rope_type is {rope['rope_type']} and type is {rope['type']}")
+    plain = [
+        {k: v for k, v in r.items() if k not in ("rope_theta", "type")} | {"rope_type": rope_type(r)} for r in found
+    ]
+    if len(plain) == 2 and plain[0] != plain[1]:
+        raise YardstickError(f"{path}: rope_parameters and rope_scaling differ; only one can be meant")
+    return (found[0] if found else {}) | ({"rope_theta": thetas[0]} if thetas else {})
 
 
 def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
@@ -223,14 +283,12 @@ def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
     Raises:
         YardstickError: names the option, its value and the supported one.
     """
-    scaling = raw.get("rope_scaling") or rope
-    if not isinstance(rope, dict) or not isinstance(scaling, dict):
-        raise YardstickError(f"{path}: rope_parameters and rope_scaling must be objects")
-    plain_layers = hybrid or set(raw.get("layer_types") or [ATTENTION]) == {ATTENTION}
+    kinds = raw.get("layer_types") or [ATTENTION]
+    if not isinstance(kinds, list):
+        raise YardstickError(f"{path}: layer_types is {kinds!r}, not a list")
+    others = sorted({str(kind) for kind in kinds} - ({ATTENTION, DELTA} if hybrid else {ATTENTION}))
     unsupported = {
-        "rope_scaling": (rope_type(scaling), rope_type(rope)),  # where a config holds both
-        "rope_type": (rope_type(rope), "llama3" if rope_type(rope) == "llama3" else "default"),
-        "layer_types": ("full_attention everywhere" if plain_layers else "mixed", "full_attention everywhere"),
+        "layer_types": (others[0] if others else ATTENTION, ATTENTION),
         "no_rope_layers": (raw.get("no_rope_layers") or None, None),
         "quantization_config": (bool(raw.get("quantization_config")), False),
         "hidden_act": (raw.get("hidden_act", "silu"), "silu"),
@@ -241,6 +299,8 @@ def check_options(path: Path, raw: dict, rope: dict, hybrid: bool) -> None:
     if not hybrid:
         factor = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
         unsupported["partial_rotary_factor"] = (factor, 1.0)
+    if rope_type(rope) not in ("default", "llama3"):
+        raise YardstickError(f"{path}: rope_type = {rope_type(rope)} is not supported (supported: default, llama3)")
     for key, (found, supported) in unsupported.items():
         if found != supported:
             raise YardstickError(f"{path}: {key} = {found} is not supported (supported: {supported})")
@@ -251,24 +311,38 @@ def rope_type(rope: dict) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def llama3_scaling(rope: dict) -> Llama3Scaling:
+def llama3_scaling(path: Path, rope: dict) -> Llama3Scaling:
     """The four numbers of `rope_type: llama3`."""
-    return Llama3Scaling(**{name: rope[name] for name in Llama3Scaling.__dataclass_fields__})
+    values = _Values(path, rope)
+    return Llama3Scaling(**{name: values.number(name) for name in Llama3Scaling.__dataclass_fields__})
 
 
-def hybrid_layers(raw: dict) -> tuple[str, ...]:
-    """Kind of each layer; where the config has no list, every fourth layer is attention."""
-    interval = raw.get("full_attention_interval", 4)
-    default = [DELTA if (i + 1) % interval else ATTENTION for i in range(raw["num_hidden_layers"])]
-    return tuple(raw.get("layer_types") or default)
+def hybrid_layers(path: Path, raw: dict, values: _Values, layers: int) -> tuple[str, ...]:
+    """Kind of each layer; where the config has no list, every fourth layer is attention.
+
+    Raises:
+        YardstickError: the list is not as long as the model.
+    """
+    interval = values.count("full_attention_interval", 4)
+    kinds = tuple(raw.get("layer_types") or [DELTA if (i + 1) % interval else ATTENTION for i in range(layers)])
+    if len(kinds) != layers:
+        raise YardstickError(f"{path}: layer_types has {len(kinds)} entries for {layers} layers")
+    return kinds
 
 
-def delta_shape(raw: dict) -> DeltaShape:
-    """Shapes of the delta net in a config."""
-    return DeltaShape(
-        key_heads=raw["linear_num_key_heads"],
-        value_heads=raw["linear_num_value_heads"],
-        key_dim=raw["linear_key_head_dim"],
-        value_dim=raw["linear_value_head_dim"],
-        kernel=raw["linear_conv_kernel_dim"],
+def delta_shape(path: Path, values: _Values) -> DeltaShape:
+    """Shapes of the delta net in a config.
+
+    Raises:
+        YardstickError: the value heads do not share the key heads evenly.
+    """
+    shape = DeltaShape(
+        key_heads=values.count("linear_num_key_heads"),
+        value_heads=values.count("linear_num_value_heads"),
+        key_dim=values.count("linear_key_head_dim"),
+        value_dim=values.count("linear_value_head_dim"),
+        kernel=values.count("linear_conv_kernel_dim"),
     )
+    if shape.value_heads % shape.key_heads:
+        raise YardstickError(f"{path}: {shape.value_heads} value heads do not share {shape.key_heads} key heads evenly")
+    return shape

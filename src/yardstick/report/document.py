@@ -5,7 +5,16 @@ from pathlib import Path
 from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
-from yardstick.report.markdown import fidelity_table, figure, interval, kl_interval, reference_line, row_name, table
+from yardstick.report.markdown import (
+    fidelity_table,
+    figure,
+    interval,
+    kl_interval,
+    not_measured_line,
+    reference_line,
+    row_name,
+    table,
+)
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import ModelResults, Row, verdict
 
@@ -39,7 +48,7 @@ def write_record(models: list[tuple[ModelResults, dict, Path, str | None]]) -> s
 def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[str]:
     """All sections of one model."""
     parts = ["### Verdict\n", verdict(results) + "\n", reference_line(results) + "\n"]
-    parts += ["### Fidelity\n", fidelity_table(results) + "\n"]
+    parts += ["### Fidelity\n", fidelity_table(results) + "\n", *not_measured_line(results)]
     plots = f"plots/{results.model}"
     parts += [f"![Mean KL against bits]({plots}/kl-bits.png)\n", f"![Tail of the KL]({plots}/kl-tail.png)\n"]
     parts += ["### Distribution of the KL\n", quantile_table(results) + "\n"]

@@ -41,6 +41,12 @@ def fidelity_table(results: ModelResults) -> str:
     return table(header, [fidelity_row(row, results) for row in results.rows])
 
 
+def not_measured_line(results: ModelResults) -> list[str]:
+    """A line that names the rivals without a row, where there are any."""
+    names = [f"`{name}` ({reason})" for name, reason in results.not_measured.items()]
+    return [f"Not measured: {'; '.join(names)}.\n"] if names else []
+
+
 def fidelity_row(row: Row, results: ModelResults) -> list[str]:
     bits = row.summary["bits_per_weight"]
     cells = [row_name(row, results), *(f"{bits[part]:.2f}" for part in ("body", "head", "all"))]

