@@ -25,6 +25,7 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.sources.folder import FolderSource, Stored, unpack_bits
 from yardstick.sources.gptq import SCALES, stored_shape
+from yardstick.sources.integers import Integers, checked_integers, unpack_rows
 
 UNDO = [0, 4, 1, 5, 2, 6, 3, 7]  # position in a word of outputs 0..7
 ROWS = 256  # inputs decoded at a time
@@ -61,8 +62,30 @@ class AwqSource(FolderSource):
                     raise YardstickError(
                         f"{self.path}: tensor {module}.qweight is quantized, but modules_to_not_convert has {entry}"
                     )
+        self._version, self._size = version, size
         read = self._gemm if version == "gemm" else self._gemv
         return {f"{module}.weight": read(module, size) for module in modules}
+
+    def integers(self, name: str) -> Integers:
+        """The stored integers of a quantized matrix.
+
+        Raises:
+            YardstickError: it is stored plain.
+        """
+        module, info, what = name.removesuffix(".weight"), self.infos()[name], f"{self.path}: tensor {name}"
+        if not info.scheme.startswith("awq-int4"):
+            raise YardstickError(f"{what} is stored as {info.scheme}, not as 4-bit integers")
+        out_features, in_features = info.shape
+        size = in_features if self._size == -1 else self._size
+        groups = -(-in_features // size)
+        words, zeros, scales = (self.reader.tensor(f"{module}.{part}") for part in ("qweight", "qzeros", "scales"))
+        if self._version == "gemm":
+            codes = unpack_rows(words, out_features, unpack_interleaved).T
+            zeros, scales = unpack_interleaved(zeros).T[:out_features], scales.T
+        else:
+            codes = unpack_rows(words, in_features, lambda part: unpack_bits(part, 4))
+            zeros, scales = unpack_bits(zeros, 4)[:, :groups], scales[:, :groups]
+        return checked_integers(what, codes, scales, zeros, size)
 
     def _stored(self, module: str, shape: tuple[int, int], size: int, decode: Callable[[], torch.Tensor]) -> Stored:
         scheme = "awq-int4-channel" if size == -1 else f"awq-int4-g{size}"

@@ -27,6 +27,7 @@ from yardstick.sources.base import LazyRows
 from yardstick.sources.float_formats import decode_e2m1, decode_e8m0, decode_fp8
 from yardstick.sources.folder import FolderSource, Stored, unpack_bits
 from yardstick.sources.hf import PLAIN
+from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
 
 TILE = 1 << 22  # weights decoded at a time: unpacking takes many times the memory of its result
 OFFLINE = {"weight_input", "weight_output"}  # transforms that the weights already hold
@@ -104,6 +105,28 @@ class CompressedTensorsSource(FolderSource):
         matrix = self._matrices[name]
         side = self._side(matrix)
         return LazyRows(self, name, lambda start, stop: self._decode_rows(matrix, side, start, stop))
+
+    def integers(self, name: str) -> Integers:
+        """The stored integers of an int4 matrix.
+
+        Raises:
+            YardstickError: it is stored in another way, or its groups are not consecutive columns of one row.
+        """
+        matrix = self._matrices.get(name)
+        if matrix is None or matrix.bits != 4 or matrix.kind not in ("pack", "int"):
+            self._refuse(name, f"is stored as {self._infos[name].scheme}, not as 4-bit integers")
+        if matrix.block[0] != 1:
+            self._refuse(name, f"is stored as {self._infos[name].scheme}, where rows share a scale")
+        scale, zero, columns = self._side(matrix)
+        what = f"{self.path}: tensor {name}"
+        require_contiguous(what, columns, matrix.block[1])
+        codes = self.reader.tensor(f"{matrix.module}.{KINDS[matrix.kind][0]}")
+        if matrix.kind == "pack":
+            codes = unpack_rows(codes, matrix.shape[1], lambda words: unpack_bits(words, 4))
+        else:
+            codes = codes.to(torch.int16) + 8
+        zeros = torch.full_like(scale, 8) if zero is None else zero + 8
+        return checked_integers(what, codes, scale, zeros, matrix.block[1])
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
         raise YardstickError(f"{self.path}: tensor {name} {reason}")

@@ -36,6 +36,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.sources.folder import FolderSource, Stored, unpack_bits
+from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
 
 WIDTHS = (2, 3, 4, 8)
 VERSIONS = ("gptq", "gptq_v2")
@@ -62,7 +63,7 @@ class GptqSource(FolderSource):
     """A GPTQ checkpoint: quantized matrices as fp32 [out, in], biases and the rest as stored."""
 
     def quantized(self) -> dict[str, Stored]:
-        self._version = self._checkpoint_format()
+        self._version, self._layouts = self._checkpoint_format(), {}
         modules = dict.fromkeys(self.stems(".qweight") + self.stems(".qzeros"))
         return {f"{module}.weight": self._module(module) for module in modules}
 
@@ -115,6 +116,7 @@ class GptqSource(FolderSource):
         groups = "channel" if group_size == -1 else f"g{group_size}"
         scheme = f"gptq-int{bits}-{groups}" + "-desc" * layout.desc_act
         shape = (layout.out_features, layout.in_features)
+        self._layouts[f"{module}.weight"] = layout
         return Stored(shape, scheme, tuple(parts), lambda: self._decode(module, layout))
 
     def _layout(self, module: str, bits: int, group_size: int, sym: bool, desc_act: bool) -> _Layout:
@@ -156,6 +158,20 @@ class GptqSource(FolderSource):
         scales = self.reader.tensor(f"{module}.scales").float()
         zeros, g_idx = self._zeros(module, layout).float(), self._g_idx(module, layout)
         return dequantize(self.reader.tensor(f"{module}.qweight"), scales, zeros, g_idx, layout.bits)
+
+    def integers(self, name: str) -> Integers:
+        """The stored integers of a 4-bit matrix.
+
+        Raises:
+            YardstickError: it has another width, or its groups are not consecutive columns.
+        """
+        module, layout, what = name.removesuffix(".weight"), self._layouts.get(name), f"{self.path}: tensor {name}"
+        if layout is None or layout.bits != 4:
+            raise YardstickError(f"{what} is stored as {self.infos()[name].scheme}, not as 4-bit integers")
+        require_contiguous(what, self._g_idx(module, layout), layout.group_size)
+        words, scales = self.reader.tensor(f"{module}.qweight").T, self.reader.tensor(f"{module}.scales").T
+        codes = unpack_rows(words, layout.in_features, lambda part: unpack_bits(part, 4))
+        return checked_integers(what, codes, scales, self._zeros(module, layout).T, layout.group_size)
 
     def _g_idx(self, module: str, layout: _Layout) -> torch.Tensor:
         in_order = torch.arange(layout.in_features) // layout.group_size

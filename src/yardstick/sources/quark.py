@@ -33,6 +33,7 @@ from yardstick.sources.base import TensorSource
 from yardstick.sources.folder import FolderSource, Stored, unpack_bits
 from yardstick.sources.gptq import SCALES, matches, object_at, stored_shape
 from yardstick.sources.hf import PLAIN
+from yardstick.sources.integers import Integers, checked_integers, unpack_rows
 
 PACK_METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reorder": unpack_interleaved,
@@ -155,6 +156,27 @@ class QuarkSource(FolderSource):
             return dequantize_grouped(packed, scales, zeros, size, method, signed)
 
         return Stored(shape, f"quark-{'int4' if signed else 'uint4'}-g{size}", tuple(parts), decode)
+
+    def integers(self, name: str) -> Integers:
+        """The stored integers of an int4 or uint4 matrix; int4 is shifted to 0..15.
+
+        Raises:
+            YardstickError: it is stored in another way.
+        """
+        module, info, what = name.removesuffix(".weight"), self.infos()[name], f"{self.path}: tensor {name}"
+        if not info.scheme.startswith(("quark-int4-g", "quark-uint4-g")):
+            raise YardstickError(f"{what} is stored as {info.scheme}, not as 4-bit integers")
+        scheme = self._settings_of(module)
+        size, signed, (out_features, in_features) = scheme["group_size"], scheme["dtype"] == "int4", info.shape
+        words, scales, zeros = self.reader.tensor(name), self.reader.tensor(f"{module}.weight_scale"), None
+        if tuple(scales.shape) != (-(-in_features // size), out_features):
+            scales = scales.T
+        if f"{module}.weight_zero_point" in self.reader.headers:
+            zeros = self.reader.tensor(f"{module}.weight_zero_point")
+        unpack, flip = PACK_METHODS[self._method(name, words, scales, zeros, size, signed)], 8 if signed else 0
+        codes = unpack_rows(words, out_features, unpack).bitwise_xor_(flip).T
+        points = torch.zeros(scales.shape, dtype=torch.int32) if zeros is None else unpack(zeros)[:, :out_features]
+        return checked_integers(what, codes, scales.T, (points ^ flip).T, size)
 
     def _method(
         self,
