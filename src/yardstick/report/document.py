@@ -29,6 +29,10 @@ of positions where both models put the same token first. Δp is the change of th
 Intervals are 95 % percentile bootstraps that resample whole chunks of text, since positions of one chunk are not
 independent; with few chunks they are rough. Differences are paired position by position.
 
+Only weights are measured: where a format also quantizes activations or the cache at run time, that is not applied.
+Intervals cover the choice of text. They do not cover the quantizer's own run: a GPTQ row is one draw, and a change in
+the last bit of the arithmetic has moved it by several percent.
+
 A candidate that gives a NaN, an infinite KL or a KL below −1e-6 anywhere is a failed row, with the first position
 named; it has no averages. The noise floors show how much of a difference is the ruler's own:
 """
