@@ -11,7 +11,7 @@ import jsonschema
 import yaml
 
 from yardstick.errors import YardstickError
-from yardstick.sources.kinds import KINDS
+from yardstick.formats import KINDS
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"

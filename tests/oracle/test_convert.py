@@ -156,9 +156,9 @@ def write_candidate(folder, base, name, size_of=lambda module: 32, change=None, 
     return folder, made, tensors
 
 
-def run_convert(kind, folder, base, output, exact=False):
-    convert.main(Namespace(spec=f"{kind}:{folder}", base=base, output=output, exact=exact, record=None))
-    return json.loads((output / "convert.json").read_text())
+def run_convert(kind, folder, base, output, exact=False, record=None):
+    convert.main(Namespace(spec=f"{kind}:{folder}", base=base, output=output, exact=exact, record=record))
+    return json.loads((record or output / "convert.json").read_text())
 
 
 def by_rows(values, count, size):

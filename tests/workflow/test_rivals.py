@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.workflow.conftest import make_tree
 from tests.workflow.test_bad_input import message
+from yardstick.report.model_card import write_card
 
 TOOL = '''"""A tool that rounds every matrix to halves; the standard library and nothing else."""
 import argparse, json, pathlib, shutil, sys
@@ -72,6 +73,9 @@ def test_rivals_of_all_kinds(rivals):
         record = json.loads((rivals.folder / f"results/quality/tiny/{name}/quantize.json").read_text())
         assert record["recipe"]["tool"] == "copier" and "pip" in record["versions"]
         assert set(record["files"]) == {"config.json", "model.safetensors"}
+    record = json.loads((rivals.folder / "results/quality/tiny/theirs/quantize.json").read_text())
+    assert record["inputs"] == {"model": summary(rivals, "theirs")["provenance"]["inputs"]["model"]}
+    assert "read on this machine" in write_card(rivals.folder / "results/quality", "tiny", "theirs")
     assert 0 < summary(rivals, "theirs")["kl"]["mean"] < 1 and summary(rivals, "theirs")["bits_per_weight"]["all"] == 16
     # another requirement makes the environment again, and what was made in it
     path = rivals.folder / "workflow/envs/copier/requirements.txt"

@@ -10,9 +10,9 @@ from pathlib import Path
 from yardstick.cli.targets import check_targets, release_stale_lock
 from yardstick.errors import YardstickError
 from yardstick.experiment import load_experiment
+from yardstick.formats import KINDS
 from yardstick.provenance import stage_files
 from yardstick.quantize.methods import METHODS
-from yardstick.sources import KINDS
 
 try:
     EXPERIMENT = load_experiment(config)

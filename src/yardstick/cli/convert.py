@@ -50,7 +50,8 @@ def main(arguments) -> None:
     packed = PackedSource(arguments.output)
     audit_source(packed, expected_tensors(config, packed))
     check_read_back(source, packed, list(expected), reports)
-    write_json(arguments.output / RECORD, {**proof, "files": files, "versions": package_versions(), "tensors": reports})
+    record = {**proof, "files": files, "versions": package_versions(), "tensors": reports}
+    write_json(arguments.record or arguments.output / RECORD, record)
     show(reports, source)
 
 

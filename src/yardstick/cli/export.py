@@ -19,9 +19,9 @@ from yardstick.provenance import code_digest, package_versions
 from yardstick.quantize.checkpoint import INDEX
 from yardstick.quantize.repack import relative_error
 from yardstick.report.markdown import table
-from yardstick.rivals.export_ct import export_matrix, one_group, packed_schemes, quantization_config, require_loadable
+from yardstick.rivals.export_ct import export_matrix, one_group, quantization_config, require_loadable
 from yardstick.sources import audit_source
-from yardstick.sources.hf import NOT_MEASURED
+from yardstick.sources.hf import not_measured
 from yardstick.sources.packed import CODES, MINIMA, SCALES, PackedSource
 from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
 
@@ -35,7 +35,7 @@ def main(arguments) -> None:
     folder, output = arguments.folder, arguments.output
     source, config = PackedSource(folder), load_config(folder)
     audit_source(source, expected_tensors(config, source))
-    schemes = packed_schemes(folder)
+    schemes = source.schemes
     require_loadable(folder, schemes, config)
     extra = unmeasured(folder, arguments.base)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -120,17 +120,16 @@ def shards(
     source: PackedSource, schemes: dict[str, dict], extra: SafetensorsReader | None
 ) -> Iterator[tuple[SafetensorsReader, list[str]]]:
     """Each shard: a reader, and the names of its tensors, a packed matrix under its own."""
-    index = read_json(source.path / INDEX)
-    reader = SafetensorsReader(checkpoint_files(source.path), index["metadata"]["yardstick"].get("sha256"))
+    index = read_json(source.path / INDEX, "weight_map")
     matrix = {name.removesuffix(".weight") + CODES: name for name in schemes}
     files: dict[str, list[str]] = {}
     for stored, file in sorted(index["weight_map"].items()):
         if not stored.endswith((SCALES, MINIMA)):
             files.setdefault(file, []).append(matrix.get(stored, stored))
     for file in sorted(files):
-        yield reader, files[file]
+        yield source.reader, files[file]
     if extra:
-        yield extra, [name for name in extra.headers if name.startswith(tuple(NOT_MEASURED))]
+        yield extra, list(not_measured(extra.headers))
 
 
 def untie(raw: dict) -> None:

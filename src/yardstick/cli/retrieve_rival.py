@@ -30,6 +30,7 @@ def main(arguments) -> None:
         arguments.record,
         {
             "recipe": recipe,
+            "inputs": {"model": original.digest},
             "files": files,
             "code_sha256": code_digest("yardstick.cli.retrieve_rival", KINDS[recipe["format"]][0]),
             "versions": package_versions(),

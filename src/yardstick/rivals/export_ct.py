@@ -17,9 +17,7 @@ from pathlib import Path
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.files import read_json
 from yardstick.models.config import ModelConfig
-from yardstick.quantize.checkpoint import INDEX
 from yardstick.quantize.pack import LEVELS, dequantize, group_count, pack_nibbles, unpack_nibbles
 from yardstick.quantize.repack import add_squares, relative_error, row_blocks
 from yardstick.sources.base import TensorInfo
@@ -42,11 +40,6 @@ class Exported:
     tensors: dict[str, torch.Tensor]
     report: dict
     sums: list[float]
-
-
-def packed_schemes(folder: Path) -> dict[str, dict]:
-    """Group size and shape of each packed matrix, from the checkpoint's index."""
-    return read_json(folder / INDEX)["metadata"]["yardstick"]["tensors"]
 
 
 def one_group(scheme: dict) -> bool:

@@ -4,8 +4,8 @@ import importlib
 from pathlib import Path
 
 from yardstick.errors import YardstickError
+from yardstick.formats import KINDS
 from yardstick.sources.base import TensorInfo, TensorSource, audit_source
-from yardstick.sources.kinds import KINDS
 
 __all__ = ["KINDS", "TensorInfo", "TensorSource", "audit_source", "open_source"]
 

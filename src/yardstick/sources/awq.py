@@ -23,8 +23,8 @@ from collections.abc import Callable
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.sources.folder import FolderSource, Stored, unpack_bits
-from yardstick.sources.gptq import SCALES, stored_shape
+from yardstick.sources.folder import FolderSource, Stored, stored_shape, unpack_bits
+from yardstick.sources.gptq import SCALES
 from yardstick.sources.integers import Integers, checked_integers, unpack_rows
 
 UNDO = [0, 4, 1, 5, 2, 6, 3, 7]  # position in a word of outputs 0..7

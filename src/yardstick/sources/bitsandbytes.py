@@ -18,7 +18,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.sources.folder import FolderSource, Stored
-from yardstick.sources.hf import NOT_MEASURED, PLAIN
+from yardstick.sources.hf import PLAIN, not_measured
 from yardstick.sources.safetensors_file import DTYPES
 
 STATE, TYPES = ".quant_state.bitsandbytes__", ("nf4", "fp4")
@@ -34,7 +34,7 @@ class BitsAndBytesSource(FolderSource):
         method = self.settings.get("quant_method", "bitsandbytes")  # old releases wrote none
         if method != "bitsandbytes":
             raise YardstickError(f"{self.path / 'config.json'}: quant_method is {method!r}, must be 'bitsandbytes'")
-        names = [name for name in self.reader.headers if not name.startswith(tuple(NOT_MEASURED))]
+        names = [name for name in self.reader.headers if not not_measured([name])]
         stored = {}
         for name in names:
             if STATE in name:

@@ -5,6 +5,7 @@ Everything else in the folder is a plain tensor under its own name. A stored ten
 name, and the audit calls it left over.
 """
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
-from yardstick.sources.hf import NOT_MEASURED, PLAIN
+from yardstick.sources.hf import PLAIN, not_measured
 from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
 
 
@@ -91,9 +92,7 @@ class FolderSource(TensorSource):
         return self._infos
 
     def ignored(self) -> dict[str, str]:
-        return {
-            name: reason for name in self._infos for prefix, reason in NOT_MEASURED.items() if name.startswith(prefix)
-        }
+        return not_measured(self._infos)
 
     def read(self, name: str) -> torch.Tensor:
         if name in self._stored:
@@ -121,7 +120,48 @@ class FolderSource(TensorSource):
     def stems(self, suffix: str) -> list[str]:
         """Modules that have a stored tensor `<module><suffix>`, without those that are not measured."""
         found = [name.removesuffix(suffix) for name in self.reader.headers if name.endswith(suffix)]
-        return [stem for stem in found if not stem.startswith(tuple(NOT_MEASURED))]
+        return [stem for stem in found if not not_measured([stem])]
+
+
+def stored_shape(source: FolderSource, name: str, *types: str, ndim: int = 2) -> tuple[int, ...]:
+    """Shape of a stored tensor that must be of one of these safetensors types and have `ndim` dimensions.
+
+    Raises:
+        YardstickError: it is not there, or is something else.
+    """
+    shape = source.shape(name)
+    if source.reader.headers[name]["dtype"] not in types:
+        kind = source.reader.headers[name]["dtype"]
+        raise YardstickError(f"{source.path}: tensor {name} has type {kind}, not {' or '.join(types)}")
+    if len(shape) != ndim or 0 in shape:
+        raise YardstickError(f"{source.path}: tensor {name} has shape {list(shape)}, not {ndim} sizes")
+    return shape
+
+
+def object_at(source: FolderSource, *keys: str) -> dict[str, Any]:
+    """An object inside the settings, empty if it is not there or null.
+
+    Raises:
+        YardstickError: it is something else.
+    """
+    found = source.settings
+    for key in keys:
+        found = found.get(key) or {}
+        if not isinstance(found, dict):
+            raise YardstickError(f"{source.path / 'config.json'}: {'.'.join(keys)} must be an object")
+    return found
+
+
+def matches(source: FolderSource, pattern: str, module: str) -> bool:
+    """Whether a regular expression of the settings matches from the start of a module's name.
+
+    Raises:
+        YardstickError: it is not one.
+    """
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise YardstickError(f"{source.path / 'config.json'}: pattern {pattern} cannot be read ({error})") from None
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:

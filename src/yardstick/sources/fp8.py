@@ -14,7 +14,7 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.sources.float_formats import FP8, decode_e8m0, decode_fp8
 from yardstick.sources.folder import FolderSource, Stored
-from yardstick.sources.hf import NOT_MEASURED, PLAIN
+from yardstick.sources.hf import PLAIN, not_measured
 
 E8M0 = {"U8", "F8_E8M0"}  # powers of two, as bytes or under their own type
 ACTIVATIONS = "scale of activations, which are not quantized here"
@@ -33,13 +33,13 @@ class BlockFp8Source(FolderSource):
         stored = {}
         for scale in self.reader.headers:
             name = scaled_tensor(scale)
-            if name is None or name.startswith(tuple(NOT_MEASURED)):
+            if name is None or not_measured([name]):
                 continue
             if name in stored:
                 raise YardstickError(f"{self.path}: tensor {name} has two scales, {scale} is one")
             stored[name] = self._scaled(name, scale, block)
         for name, header in self.reader.headers.items():
-            if header["dtype"] in FP8 and name not in stored and not name.startswith(tuple(NOT_MEASURED)):
+            if header["dtype"] in FP8 and name not in stored and not not_measured([name]):
                 raise YardstickError(f"{self.path}: tensor {name}_scale_inv is missing, and {name} is FP8")
         for name in self.settings.get("modules_to_not_convert") or self.settings.get("ignored_layers") or []:
             if f"{name}.weight" in stored:

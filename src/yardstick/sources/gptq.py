@@ -28,14 +28,13 @@ Formats made for kernels (marlin, bitblas, exllama, GPTQModel's planar `gptq_p`)
 rotations and words of another size.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.sources.folder import FolderSource, Stored, unpack_bits
+from yardstick.sources.folder import FolderSource, Stored, matches, object_at, stored_shape, unpack_bits
 from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
 
 WIDTHS = (2, 3, 4, 8)
@@ -241,47 +240,6 @@ def add_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
     ones = WORDS_OF_ONES[bits]
     added = torch.tensor([ones[column % len(ones)] for column in range(words.shape[-1])])
     return (words.to(torch.int64) + added) & 0xFFFFFFFF
-
-
-def stored_shape(source: FolderSource, name: str, *types: str, ndim: int = 2) -> tuple[int, ...]:
-    """Shape of a stored tensor that must be of one of these safetensors types and have `ndim` dimensions.
-
-    Raises:
-        YardstickError: it is not there, or is something else.
-    """
-    shape = source.shape(name)
-    if source.reader.headers[name]["dtype"] not in types:
-        kind = source.reader.headers[name]["dtype"]
-        raise YardstickError(f"{source.path}: tensor {name} has type {kind}, not {' or '.join(types)}")
-    if len(shape) != ndim or 0 in shape:
-        raise YardstickError(f"{source.path}: tensor {name} has shape {list(shape)}, not {ndim} sizes")
-    return shape
-
-
-def object_at(source: FolderSource, *keys: str) -> dict[str, Any]:
-    """An object inside the settings, empty if it is not there or null.
-
-    Raises:
-        YardstickError: it is something else.
-    """
-    found = source.settings
-    for key in keys:
-        found = found.get(key) or {}
-        if not isinstance(found, dict):
-            raise YardstickError(f"{source.path / 'config.json'}: {'.'.join(keys)} must be an object")
-    return found
-
-
-def matches(source: FolderSource, pattern: str, module: str) -> bool:
-    """Whether a regular expression of the settings matches from the start of a module's name.
-
-    Raises:
-        YardstickError: it is not one.
-    """
-    try:
-        return re.match(pattern, module) is not None
-    except re.error as error:
-        raise YardstickError(f"{source.path / 'config.json'}: pattern {pattern} cannot be read ({error})") from None
 
 
 def _words(count: int, bits: int) -> set[int]:

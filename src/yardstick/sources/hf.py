@@ -1,5 +1,6 @@
 """Source `hf:`: an ordinary Hugging Face folder of safetensors, in one file or in shards."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,11 @@ from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_fil
 # parts of a checkpoint that the forward of its language model does not use
 NOT_MEASURED = {"model.visual.": "vision tower, not measured", "mtp.": "multi-token prediction head, not measured"}
 PLAIN = {"BF16", "F16", "F32", "F64"}
+
+
+def not_measured(names: Iterable[str]) -> dict[str, str]:
+    """Those of the tensors or modules that no forward of the language model reads, with the reason."""
+    return {name: reason for name in names for prefix, reason in NOT_MEASURED.items() if name.startswith(prefix)}
 
 
 class HuggingFaceSource(TensorSource):
@@ -36,9 +42,7 @@ class HuggingFaceSource(TensorSource):
         return self._infos
 
     def ignored(self) -> dict[str, str]:
-        return {
-            name: reason for name in self._infos for prefix, reason in NOT_MEASURED.items() if name.startswith(prefix)
-        }
+        return not_measured(self._infos)
 
     def read(self, name: str) -> torch.Tensor:
         return self.reader.tensor(name)

@@ -19,7 +19,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.sources.folder import FolderSource, Stored
-from yardstick.sources.hf import NOT_MEASURED, PLAIN
+from yardstick.sources.hf import PLAIN
 from yardstick.sources.safetensors_file import DTYPES, SafetensorsReader, checkpoint_files
 
 PICKLE = "qmodel.pt"
@@ -61,11 +61,7 @@ class HqqSource(FolderSource):
         return {}
 
     def quantized(self) -> dict[str, Stored]:
-        return {
-            f"{stem}.weight": self._module(stem)
-            for stem in self.stems(".W_q")
-            if not stem.startswith(tuple(NOT_MEASURED))
-        }
+        return {f"{stem}.weight": self._module(stem) for stem in self.stems(".W_q")}
 
     def _module(self, stem: str) -> Stored:
         settings = self._settings(stem)

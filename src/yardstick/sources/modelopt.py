@@ -19,7 +19,7 @@ from yardstick.quantize.pack import unpack_nibbles
 from yardstick.sources.float_formats import decode_e2m1, decode_fp8
 from yardstick.sources.folder import FolderSource, Stored
 from yardstick.sources.fp8 import ACTIVATIONS, unused
-from yardstick.sources.hf import NOT_MEASURED, PLAIN
+from yardstick.sources.hf import PLAIN, not_measured
 
 GROUP = 16
 ROWS = 4096  # decoded at a time: a quantized head of 248 thousand rows needs no memory beyond its values
@@ -56,7 +56,7 @@ class ModelOptSource(FolderSource):
     def quantized(self) -> dict[str, Stored]:
         stored = {}
         for name, header in self.reader.headers.items():
-            if name.startswith(tuple(NOT_MEASURED)):
+            if not_measured([name]):
                 continue
             if name.endswith(".pre_quant_scale"):
                 raise YardstickError(

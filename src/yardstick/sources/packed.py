@@ -21,27 +21,27 @@ class PackedSource(TensorSource):
         super().__init__(path)
         index = read_json(self.path / "model.safetensors.index.json")
         try:
-            self._schemes: dict[str, dict] = index["metadata"]["yardstick"]["tensors"]
+            self.schemes: dict[str, dict] = index["metadata"]["yardstick"]["tensors"]
         except (KeyError, TypeError):
             raise YardstickError(
                 f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?"
             ) from None
-        self._reader = SafetensorsReader(checkpoint_files(self.path), index["metadata"]["yardstick"].get("sha256"))
+        self.reader = SafetensorsReader(checkpoint_files(self.path), index["metadata"]["yardstick"].get("sha256"))
         self._infos = {}
         consumed = set()
-        for name, scheme in self._schemes.items():
+        for name, scheme in self.schemes.items():
             stem = name.removesuffix(".weight")
             parts = [stem + CODES, stem + SCALES, stem + MINIMA]
             for part in parts:
-                if part not in self._reader.headers:
+                if part not in self.reader.headers:
                     raise YardstickError(f"{path}: tensor {part} is missing")
             consumed.update(parts)
-            bits = sum(self._reader.stored_bits(part) for part in parts)
+            bits = sum(self.reader.stored_bits(part) for part in parts)
             self._infos[name] = TensorInfo(tuple(scheme["shape"]), f"int4-g{scheme['group_size']}", bits)
-        for name, header in self._reader.headers.items():
+        for name, header in self.reader.headers.items():
             if name not in consumed:
                 self._infos[name] = TensorInfo(
-                    tuple(header["shape"]), header["dtype"].lower(), self._reader.stored_bits(name)
+                    tuple(header["shape"]), header["dtype"].lower(), self.reader.stored_bits(name)
                 )
 
     def infos(self) -> dict[str, TensorInfo]:
@@ -55,9 +55,9 @@ class PackedSource(TensorSource):
 
     def _read_rows(self, name: str, start: int, stop: int | None) -> torch.Tensor:
         def stored(part: str) -> torch.Tensor:
-            return self._reader.tensor(part, start, stop)
+            return self.reader.tensor(part, start, stop)
 
-        return decode_matrix(stored, name, self._schemes[name]) if name in self._schemes else stored(name)
+        return decode_matrix(stored, name, self.schemes[name]) if name in self.schemes else stored(name)
 
 
 def decode_matrix(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:

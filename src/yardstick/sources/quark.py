@@ -30,8 +30,8 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.sources.awq import dequantize_columns, unpack_interleaved
 from yardstick.sources.base import TensorSource
-from yardstick.sources.folder import FolderSource, Stored, unpack_bits
-from yardstick.sources.gptq import SCALES, matches, object_at, stored_shape
+from yardstick.sources.folder import FolderSource, Stored, matches, object_at, stored_shape, unpack_bits
+from yardstick.sources.gptq import SCALES
 from yardstick.sources.hf import PLAIN
 from yardstick.sources.integers import Integers, checked_integers, unpack_rows
 

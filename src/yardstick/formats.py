@@ -1,4 +1,4 @@
-"""The formats that can be read."""
+"""The formats that can be read. Nothing is imported: the workflow and the tables only need the names."""
 
 # kind -> (module, class); imported on use, so a result depends on the code of its own format only
 KINDS = {
