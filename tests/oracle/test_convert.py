@@ -229,7 +229,8 @@ def test_exact_refuses_what_bf16_would_change(tmp_path, base, name):
 
 def test_exact_takes_what_bf16_holds(tmp_path, base):
     folder, made, tensors = write_candidate(tmp_path / "theirs", base, "gptq-symmetric")
-    run_convert("gptq", folder, base, tmp_path / "ours", exact=True)
+    record = run_convert("gptq", folder, base, tmp_path / "ours", exact=True, record=tmp_path / "elsewhere.json")
+    assert record["recipe"]["exact"] is True and not (tmp_path / "ours/convert.json").exists()
     check_packed(tmp_path / "ours", base, made, tensors)
 
 
