@@ -24,7 +24,8 @@ pin: $(VENV)/.installed
 
 # keep the results of the last default run where a visitor sees them
 docs: $(VENV)/.installed
-	$(BIN)/python -m yardstick.cli.record_run --results results/quality --output docs/results --cores $$(nproc)
+	$(BIN)/python -m yardstick.cli.record_run --results results/quality --output docs/results --readme README.md \
+		--cores $$(nproc)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -11,7 +11,7 @@ import jsonschema
 import yaml
 
 from yardstick.errors import YardstickError
-from yardstick.formats import KINDS
+from yardstick.formats import DECODED_BY, KINDS
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
@@ -62,9 +62,23 @@ class Experiment:
     def unreadable(self) -> dict[str, str]:
         """Rivals of formats that have no reader, with the reason; the table names them and goes on without them."""
         formats = {name: rival.get("format", rival["kind"]) for name, rival in self.rivals.items()}
+        known = {*KINDS, *DECODED_BY}
         return {
-            name: f"there is no reader for the format {kind}" for name, kind in formats.items() if kind not in KINDS
+            name: f"there is no reader for the format {kind}" for name, kind in formats.items() if kind not in known
         }
+
+    def decoder(self, rival: str) -> str | None:
+        """The tool that has to spell a rival's weights out before they can be read, where its format has one."""
+        return DECODED_BY.get(self.rivals.get(rival, {}).get("format", ""))
+
+    def tools(self) -> list[str]:
+        """Tools with an environment of their own that the experiment needs."""
+        made = {rival["tool"] for rival in self.rivals.values() if rival["kind"] == "made"}
+        return sorted(made | {self.decoder(name) for name in self.rivals} - {None})
+
+    def rivals_of(self, *kinds: str) -> list[str]:
+        """Rivals of these kinds."""
+        return [name for name, rival in self.rivals.items() if rival["kind"] in kinds]
 
     def models_of(self, candidate: str) -> list[str]:
         """Models that a candidate is measured for."""
@@ -99,7 +113,8 @@ class Experiment:
             return recipe | {"source": "packed"}
         if candidate in self.rivals:
             rival = self.rivals[candidate]
-            return recipe | {"source": rival.get("format", rival["kind"])}
+            kind = "bf16dir" if self.decoder(candidate) else rival.get("format", rival["kind"])
+            return recipe | {"source": kind}
         recipe["source"] = "hf"
         if candidate == "noise-hf":
             return recipe | {"forward": "transformers"}
@@ -109,6 +124,45 @@ class Experiment:
         return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
 
 
+def read_config(path: Path) -> dict:
+    """A config file.
+
+    Raises:
+        YardstickError: missing, or not a YAML mapping.
+    """
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise YardstickError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())[:160]})") from None
+    if not isinstance(config, dict):
+        raise YardstickError(f"{path}: is not a YAML mapping")
+    return config
+
+
+def extended(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with what it extends: its own keys win, mappings are merged.
+
+    Raises:
+        YardstickError: the other config cannot be read, or extends a third one.
+    """
+    config = copy.deepcopy(dict(config))
+    if "extends" not in config:
+        return config
+    path = config.pop("extends")
+    if not isinstance(path, str):
+        raise YardstickError(f"config: extends: must be a path (got {path!r})")
+    base = read_config(Path(path))
+    if "extends" in base:
+        raise YardstickError(f"config: extends: {path} extends a config itself")
+    return _merged(base, config)
+
+
+def _merged(base: Any, own: Any) -> Any:
+    if not (isinstance(base, dict) and isinstance(own, dict)):
+        return own
+    return base | {key: _merged(base.get(key), value) for key, value in own.items()}
+
+
 def load_experiment(config: dict[str, Any]) -> Experiment:
     """Check a config against the schema and against itself, and fill in defaults.
 
@@ -116,7 +170,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         YardstickError: one line that names the key and what is wrong with it.
     """
     schema = yaml.safe_load(SCHEMA_PATH.read_text(encoding="utf-8"))
-    config = copy.deepcopy(dict(config))
+    config = extended(config)
     _check(config, schema, schema, "config")
     experiment = Experiment(config)
     for name, model in experiment.models.items():
@@ -142,6 +196,11 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         if rival["kind"] == "made" and not (TOOLS / rival["tool"] / "make.py").is_file():
             known = ", ".join(sorted(path.parent.name for path in TOOLS.glob("*/make.py")))
             raise YardstickError(f"config: rivals.{name}.tool: there is no tool {rival['tool']} (known: {known})")
+        if rival["kind"] == "exported" and rival["variant"] not in experiment.variants:
+            known, variant = ", ".join(experiment.variants), rival["variant"]
+            raise YardstickError(f"config: rivals.{name}.variant: there is no variant {variant} (known: {known})")
+        if rival["kind"] == "made" and rival["format"] in DECODED_BY:
+            raise YardstickError(f"config: rivals.{name}.format: {rival['format']} is for rivals of kind hub or local")
     for key in ("baseline", "bar"):
         if config[key] not in names:
             raise YardstickError(

@@ -13,5 +13,9 @@ KINDS = {
     "bnb": ("yardstick.sources.bitsandbytes", "BitsAndBytesSource"),
     "hqq": ("yardstick.sources.hqq", "HqqSource"),
     "fp8": ("yardstick.sources.fp8", "BlockFp8Source"),
-    "bf16dir": ("yardstick.sources.hf", "HuggingFaceSource"),
+    "bf16dir": ("yardstick.sources.decoded", "DecodedSource"),
 }
+
+# formats that only their own tool can decode, on a GPU: the folder of workflow/envs/ whose decode.py spells the weights
+# out, which are then read as bf16dir
+DECODED_BY = {"exl3": "exllamav3"}

@@ -1,18 +1,41 @@
 """A manifest beside files that a later step reads: what they are, where they lie, and the digest of each."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from yardstick.errors import YardstickError
 from yardstick.files import read_json, sha256_file, write_json
 
 
-def write_manifest(path: Path, folder: Path, names: list[str], **more) -> dict[str, str]:
-    """Record files of `folder`; returns their digests. A folder below the manifest's own is kept relative to it."""
-    files = {name: sha256_file(folder / name) for name in sorted(names)}
+def write_manifest(path: Path, folder: Path, names: Iterable[str] | dict[str, str], **more) -> dict[str, str]:
+    """Record files of `folder`, by name, or with the digests that are known; returns the digests.
+
+    A folder below the manifest's own is kept relative to it.
+    """
+    known = names if isinstance(names, dict) else {}
+    files = {name: known.get(name) or sha256_file(folder / name) for name in sorted(names)}
     inside = folder == path.parent or path.parent in folder.parents
     location = str(folder.relative_to(path.parent)) if inside else str(folder)
     write_json(path, {"folder": location, "files": files, **more})
     return files
+
+
+def write_rival(
+    manifest: Path,
+    record: Path,
+    folder: Path,
+    names: Iterable[str] | dict[str, str],
+    *,
+    recipe: dict,
+    inputs: dict[str, str],
+    code: str,
+    versions: dict[str, str],
+    **more,
+) -> None:
+    """Manifest of a rival's files, and the record of how they came here."""
+    files = write_manifest(manifest, folder, names)
+    made = {"recipe": recipe, "inputs": inputs, "files": files, "code_sha256": code, "versions": versions}
+    write_json(record, made | more)
 
 
 def checked_files(path: Path) -> tuple[Path, dict[str, str]]:

@@ -153,7 +153,7 @@ def test_a_rival_of_one_model_is_a_row_of_that_model():
         load_experiment(config)
 
 
-@pytest.mark.parametrize("name", ["config", "qwen3-0.6b", "qwen3.8-27b"])
+@pytest.mark.parametrize("name", ["config", "rivals", "qwen3-0.6b", "qwen3.8-27b"])
 def test_published_configs_are_whole(name):
     experiment = load_experiment(yaml.safe_load(Path(f"config/{name}.yaml").read_text()))
     model = next(iter(experiment.models))
@@ -166,8 +166,46 @@ def test_published_configs_are_whole(name):
 
 
 def test_a_rival_without_a_reader_is_no_row_and_is_named():
-    experiment = load_experiment(yaml.safe_load(Path("config/qwen3.8-27b.yaml").read_text()))
-    assert experiment.unreadable == {"exl3-4.00bpw": "there is no reader for the format exl3"}
+    config = yaml.safe_load(Path("config/qwen3.8-27b.yaml").read_text())
+    assert load_experiment(config).unreadable == {}
+    config["rivals"]["exl3-4.00bpw"]["format"] = "exl9"
+    experiment = load_experiment(config)
+    assert experiment.unreadable == {"exl3-4.00bpw": "there is no reader for the format exl9"}
     assert "exl3-4.00bpw" not in experiment.candidates_of("qwen3.8-27b")
-    with pytest.raises(YardstickError, match="exl3-4.00bpw: there is no reader for the format exl3"):
+    with pytest.raises(YardstickError, match="exl3-4.00bpw: there is no reader for the format exl9"):
         check_targets(["results/quality/qwen3.8-27b/exl3-4.00bpw/summary.json"], experiment)
+
+
+def test_a_format_that_only_its_tool_decodes_is_read_when_it_is_spelled_out():
+    experiment = load_experiment(yaml.safe_load(Path("config/qwen3.8-27b.yaml").read_text()))
+    assert experiment.decoder("exl3-4.00bpw") == "exllamav3" and experiment.decoder("nvfp4-qat") is None
+    assert experiment.evaluation_recipe("exl3-4.00bpw")["source"] == "bf16dir"
+    assert experiment.evaluation_recipe("nvfp4-qat")["source"] == "ct"
+    assert experiment.tools() == ["exllamav3"]
+    with pytest.raises(YardstickError, match="config: rivals.bnb-nf4.format: exl3 is for rivals of kind hub or local"):
+        load_experiment(changed("rivals/bnb-nf4/format", "exl3"))
+
+
+def test_an_exported_row_needs_its_variant():
+    assert load_experiment(CONFIG).evaluation_recipe("ct-gptq-g64")["source"] == "ct"
+    with pytest.raises(YardstickError, match="config: rivals.ct-gptq-g64.variant: there is no variant gptq-g7 "):
+        load_experiment(changed("rivals/ct-gptq-g64/variant", "gptq-g7"))
+
+
+def test_a_config_extends_another(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text(yaml.safe_dump(CONFIG))
+    own = {"extends": str(base), "bar": "rtn-g32", "variants": {"rtn-g32": {"mse": True}, "new": {"method": "rtn"}}}
+    found, plain = load_experiment(own), load_experiment(CONFIG)
+    assert found.config["bar"] == "rtn-g32" and list(found.variants)[-1] == "new"
+    assert found.variants["rtn-g32"] == plain.variants["rtn-g32"] | {"mse": True}
+    assert found.rivals == plain.rivals and found.models == plain.models
+    for path, message in {
+        str(tmp_path / "none.yaml"): "none.yaml: cannot be read as YAML",
+        7: "config: extends: must be a path",
+    }.items():
+        with pytest.raises(YardstickError, match=message):
+            load_experiment({"extends": path})
+    base.write_text(yaml.safe_dump(CONFIG | {"extends": "x"}))
+    with pytest.raises(YardstickError, match=f"extends: {base} extends a config itself"):
+        load_experiment(own)

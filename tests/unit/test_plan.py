@@ -19,6 +19,7 @@ from yardstick.plan.sizes import matrices, parameters
 from yardstick.plan.steps import ModelPlan, Rates, missing_bytes
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_rtn import quantize_model
+from yardstick.rivals.export_folder import export_folder
 from yardstick.rivals.gguf_write import write_gguf
 
 RATES = Rates({"float32": 50e12, "bfloat16": 600e12}, 1e9, 50e6)
@@ -65,6 +66,7 @@ def test_planned_bytes_are_those_of_the_files(tmp_path, tied):
     folder = write_tiny_model(tmp_path / "model", "llama", tied, hidden_size=288, intermediate_size=544)
     config = yaml.safe_load(Path("config/config.yaml").read_text())
     config["models"] = {"m": {"kind": "local", "path": str(folder)}}
+    config["rivals"]["exported-g32"] = {"kind": "exported", "variant": "rtn-g32"}
     config["variants"]["rtn-kept"] = {"method": "rtn", "keep_bf16": "lm_head|down_proj"}
     experiment, original = load_experiment(config), open_folder(folder)
     plan = ModelPlan(experiment, "m", RATES)
@@ -77,6 +79,11 @@ def test_planned_bytes_are_those_of_the_files(tmp_path, tied):
         files = list((tmp_path / name).glob("*.safetensors"))
         headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
         assert plan.candidate_size(name) == sum(path.stat().st_size for path in files) - headers
+    exported = tmp_path / "exported"
+    export_folder(tmp_path / "rtn-g32", None, exported)
+    files = list(exported.glob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
+    assert plan.candidate_size("exported-g32") == sum(path.stat().st_size for path in files) - headers
     for name in ("gguf-q4_k_m", "gguf-q8_0"):
         recipe = experiment.recipe(name)
         write_gguf(tmp_path / f"{name}.gguf", original, recipe["mix"], None, threads=1)
@@ -94,6 +101,16 @@ def test_what_is_there_already_needs_no_disk(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     path.write_bytes(bytes(1_000_000))
     assert before - missing_bytes(plan.steps()) == 1_000_000
+
+
+def test_downloads_are_deleted_so_the_largest_counts(tmp_path, monkeypatch):
+    plan = plan_of("qwen3.8-27b")
+    monkeypatch.chdir(tmp_path)
+    steps = plan.steps()
+    sizes = {step.name: step.disk for step in steps}
+    passing = {f"fetch {name}" for name in plan.experiment.rivals} | {"decode exl3-4.00bpw"}
+    kept = sum(size for name, size in sizes.items() if name not in passing)
+    assert missing_bytes(steps) == kept + sizes["fetch exl3-4.00bpw"] + sizes["decode exl3-4.00bpw"]
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -122,7 +139,7 @@ def test_the_command_prints_every_step_and_refuses_a_disk_that_is_too_small(caps
     for line in ("fetch the model", "run the original", "quantize gptq-g64", "fetch nvfp4-qat", "measure noise-hf"):
         assert f"| {line} |" in out
     assert "free here: 1000.00 GB" in out
-    assert "Not planned: exl3-4.00bpw: there is no reader for the format exl3." in out
+    assert "| decode exl3-4.00bpw |" in out and "Not counted: environments of exllamav3" in out
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**11))
     code, out, err = run(capsys, *arguments)
     assert code == 1 and "| run the original |" in out

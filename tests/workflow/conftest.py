@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,14 @@ class Tree:
 
     folder: Path
     config: dict
+    extra: dict = field(default_factory=dict)  # environment variables
 
     def write_config(self) -> None:
         (self.folder / "config" / "config.yaml").write_text(yaml.safe_dump(self.config))
 
     @property
     def environment(self) -> dict:
-        return os.environ | {"PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+        return os.environ | {"PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"} | self.extra
 
     def command(self, *arguments: str) -> list[str]:
         return [str(Path(sys.executable).parent / "snakemake"), "-j1", *arguments]

@@ -7,25 +7,32 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.hub import COMMIT, Hub, hub_environment
 from tests.workflow.conftest import make_tree
 from tests.workflow.test_bad_input import message
 from yardstick.report.model_card import write_card
 
-TOOL = '''"""A tool that rounds every matrix to halves; the standard library and nothing else."""
-import argparse, json, pathlib, shutil, sys
-parser = argparse.ArgumentParser()
-for name in ("recipe", "model", "output", "calibration"):
-    parser.add_argument("--" + name)
-arguments = parser.parse_args()
-recipe = json.loads(arguments.recipe)
-if recipe["scheme"] == "broken":
-    print("working ...")
-    sys.exit("RuntimeError: this scheme needs more memory")
-if recipe["scheme"] == "nothing":
-    sys.exit(0)
-assert (arguments.calibration is not None) == ("sequences" in recipe)
-for name in ("config.json", "model.safetensors"):
-    shutil.copyfile(pathlib.Path(arguments.model) / name, pathlib.Path(arguments.output) / name)
+TOOL = '''"""A tool that copies; the standard library and nothing else."""
+import shutil, sys
+
+def main(recipe, model, calibration, output):
+    if recipe["scheme"] == "broken":
+        print("working ...")
+        sys.exit("RuntimeError: this scheme needs more memory")
+    if recipe["scheme"] == "nothing":
+        return
+    assert (calibration is not None) == ("sequences" in recipe)
+    if calibration:  # an .npy file: 4 sequences of 32 int64, after a header of 128 bytes
+        assert len(calibration.read_bytes()) == 128 + 4 * 32 * 8
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(model / name, output / name)
+'''
+# stands for exllamav3: it knows the one matrix that the checkpoint of the test has
+DECODER = '''"""Spells out a checkpoint whose decoded form lies beside it."""
+import shutil
+
+def main(recipe, model, calibration, output):
+    shutil.copyfile(model.parent / "spelled-out.safetensors", output / "model.safetensors")
 '''
 
 
@@ -55,6 +62,8 @@ def rivals(tmp_path, tiny_model):
         "gone": {"kind": "local", "format": "hf", "path": str(tmp_path / "nowhere")},
         "mixed-up": {"kind": "local", "format": "gguf", "path": str(theirs)},
         "unread": {"kind": "local", "format": "exl9", "path": str(theirs)},
+        "greedy": {"kind": "made", "tool": "copier", "scheme": "plain", "format": "hf", "sequences": 99},
+        "exported": {"kind": "exported", "variant": "rtn-g32"},
     }
     tree.config["baseline"], tree.config["bar"] = "rtn-g32", "theirs"
     tree.write_config()
@@ -91,9 +100,9 @@ def test_tools_that_fail_are_one_line(rivals):
     line = message(rivals.run("results/quality/tiny/broken/summary.json"))
     assert line == "yardstick: rival broken: copier failed (RuntimeError: this scheme needs more memory)"
     assert not (rivals.folder / "results/quality/tiny/broken/checkpoint/files").exists()
-    assert "rival nothing: copier wrote no safetensors file" in message(
-        rivals.run("results/quality/tiny/nothing/summary.json")
-    )
+    assert "rival nothing: copier wrote no weights" in message(rivals.run("results/quality/tiny/nothing/summary.json"))
+    line = message(rivals.run("results/quality/tiny/greedy/summary.json"))
+    assert "rival greedy: asks for 99 calibration sequences, " in line and line.endswith("calib.npz holds 16")
     line = message(rivals.run("results/quality/tiny/unread/summary.json"))
     assert line.endswith("unread: there is no reader for the format exl9")
     line = message(rivals.run("results/quality/tiny/gone/summary.json"))
@@ -116,5 +125,103 @@ def test_an_unknown_tool_is_refused_at_once(rivals):
     rivals.config["rivals"]["copied"]["tool"] = "wizard"
     rivals.write_config()
     assert message(rivals.run("-n")) == (
-        "yardstick: config: rivals.copied.tool: there is no tool wizard (known: bitsandbytes, copier, llmcompressor)"
+        "yardstick: config: rivals.copied.tool: there is no tool wizard (known: autoround, bitsandbytes, copier, "
+        "gptqmodel, hqq, llmcompressor)"
     )
+
+
+def test_the_loss_of_integer_zero_points_is_a_row(rivals):
+    rivals.must_run("results/quality/tiny/exported/summary.json", "results/quality/tiny/rtn-g32/summary.json")
+    ours, theirs = summary(rivals, "rtn-g32"), summary(rivals, "exported")
+    assert theirs["schemes"] == {"ct-int4-g32-asym": ours["schemes"]["int4-g32"]}
+    assert ours["kl"]["mean"] < theirs["kl"]["mean"] < 3 * ours["kl"]["mean"]
+    assert theirs["bits_per_weight"]["all"] < ours["bits_per_weight"]["all"]  # a zero point has 4 bits, a minimum 16
+    record = json.loads((rivals.folder / "results/quality/tiny/exported/quantize.json").read_text())
+    assert 0 < record["relative_error"] < 0.2 and len(record["tensors"]) == ours["schemes"]["int4-g32"]
+    assert "exported here from a variant of ours" in write_card(rivals.folder / "results/quality", "tiny", "exported")
+
+
+def hub_rivals(rivals, tmp_path, names, kind="hf"):
+    """The tree with rivals on a hub that notes which downloads lie on the disk whenever weights are asked for."""
+    results = rivals.folder / "results/quality/tiny"
+    seen = []
+
+    def note(name):
+        if name.endswith(".safetensors"):
+            seen.append(sorted(path.parts[-3] for path in results.glob("*/checkpoint/files")))
+
+    folder = tmp_path / "theirs"
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = Hub({name: files[name] for name in ("config.json", "model.safetensors")}, on_file=note)
+    rivals.extra = hub_environment(hub, tmp_path / "home")
+    entry = {"kind": "hub", "format": kind, "repository": "owner/model", "revision": COMMIT}
+    for name in names:
+        rivals.config["rivals"][name] = entry | {"files": ["*.safetensors", "config.json"]}
+    rivals.write_config()
+    return hub, seen
+
+
+def test_downloads_are_measured_and_deleted_one_at_a_time(rivals, tmp_path):
+    hub, seen = hub_rivals(rivals, tmp_path, ["first", "second", "third"])
+    targets = [f"results/quality/tiny/{name}/summary.json" for name in ("first", "second", "third", "theirs")]
+    rivals.must_run("--cores", "2", *targets)
+    assert seen == [[], [], []]  # nothing else lay there when one was fetched
+    results = rivals.folder / "results/quality/tiny"
+    assert not list(results.glob("*/checkpoint/files")) and not list(rivals.folder.glob("data/downloads/**/*.safet*"))
+    for name in ("first", "second", "third"):
+        assert summary(rivals, name)["kl"] == summary(rivals, "theirs")["kl"]
+        manifest = json.loads((results / name / "checkpoint/manifest.json").read_text())
+        assert set(manifest["files"]) == {"config.json", "model.safetensors"}
+    assert "published by others" in write_card(rivals.folder / "results/quality", "tiny", "first")
+    # what was deleted is not missed, until the row has to be measured again
+    asked = len(hub.asked)
+    assert "Nothing to be done" in rivals.must_run("-n", *targets).stdout
+    (results / "second/positions.parquet").unlink()
+    rivals.must_run("results/quality/tiny/second/positions.parquet")
+    assert len(hub.asked) == asked + 2
+    rivals.must_run("--notemp", "-f", "results/quality/tiny/third/checkpoint/manifest.json")
+    assert (results / "third/checkpoint/files/model.safetensors").is_file()
+
+
+def test_a_format_that_only_its_tool_decodes(rivals, tmp_path):
+    """The checkpoint of one trellis goes through the rules of EXL3; its bits are those that it stores."""
+    tool = rivals.folder / "workflow/envs/exllamav3"
+    planned = "results/quality/tiny/first/summary.json"
+    theirs = tmp_path / "theirs"
+    tensors = load_file(theirs / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    rows, columns = tensors[f"{name}.weight"].shape
+    save_file(tensors, tmp_path / "theirs/../spelled-out.safetensors", metadata={"format": "pt"})
+    del tensors[f"{name}.weight"]
+    tensors[f"{name}.trellis"] = torch.ones(columns // 16, rows // 16, 16 * 4, dtype=torch.int16)
+    tensors[f"{name}.suh"], tensors[f"{name}.svh"] = torch.ones(columns).half(), torch.ones(rows).half()
+    tensors[f"{name}.mcg"] = torch.tensor(1, dtype=torch.int32)
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    hub_rivals(rivals, tmp_path, ["first"], kind="exl3")
+    plan = rivals.must_run("-n", planned).stdout
+    for step in (
+        "Fetching the rival first",
+        "Installing the environment of exllamav3",
+        "Spelling out the weights of first",
+    ):
+        assert step in plan
+    # the tool itself, without a GPU, is one line
+    (tool / "requirements.txt").write_text("# nothing\n")
+    (tool / "decode.py").write_text(DECODER)
+    rivals.config["rivals"]["lying"] = {"kind": "local", "format": "exl3", "path": str(theirs)}
+    rivals.write_config()
+    rivals.must_run("results/quality/tiny/lying/summary.json")
+    found = summary(rivals, "lying")
+    assert found["schemes"]["exl3-4bit"] == 1 and found["schemes"]["bf16"] > 1
+    stored = 4 * rows * columns + 16 * (rows + columns) + 32
+    bits = json.loads((rivals.folder / "results/quality/tiny/lying/evaluation.json").read_text())["bits_per_weight"]
+    assert bits["body"] < 16 and (16 - bits["body"]) * body_weights(tensors, rows * columns) == pytest.approx(
+        16 * rows * columns - stored
+    )
+    assert not (rivals.folder / "results/quality/tiny/lying/decoded/files").exists()
+    assert "read on this machine" in write_card(rivals.folder / "results/quality", "tiny", "lying")
+
+
+def body_weights(tensors, more):
+    """Weights of the matrices of all layers, with those of the one that is a trellis."""
+    return more + sum(t.numel() for name, t in tensors.items() if "proj.weight" in name)

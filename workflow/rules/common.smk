@@ -87,15 +87,39 @@ def local_rival(wildcards):
 
 
 def rival_code(wildcards):
-    return code("yardstick.cli.retrieve_rival", KINDS[EXPERIMENT.rivals[wildcards.rival]["format"]][0])
+    kind = EXPERIMENT.rivals[wildcards.rival]["format"]
+    return code("yardstick.cli.retrieve_rival", *([KINDS[kind][0]] if kind in KINDS else []))
 
 
 def tool_script(wildcards):
+    """What runs in the tool's environment: it makes a checkpoint, or spells out one that only it can decode."""
+    decoder = EXPERIMENT.decoder(wildcards.rival)
+    if decoder:
+        return f"workflow/envs/{decoder}/decode.py"
     return f"workflow/envs/{EXPERIMENT.rivals[wildcards.rival]['tool']}/make.py"
 
 
 def tool_packages(wildcards):
-    return f"data/environments/{EXPERIMENT.rivals[wildcards.rival]['tool']}/packages.json"
+    tool = EXPERIMENT.decoder(wildcards.rival) or EXPERIMENT.rivals[wildcards.rival]["tool"]
+    return f"data/environments/{tool}/packages.json"
+
+
+def ready_to_measure(wildcards):
+    """What has to be there before a rival is fetched, so that it is measured at once; a change of it fetches nothing."""
+    decoder = EXPERIMENT.decoder(wildcards.rival)
+    tools = [f"data/environments/{decoder}/packages.json"] if decoder else []
+    return [ancient(path) for path in [f"results/quality/{wildcards.model}/reference/manifest.json", *tools]]
+
+
+def fetched_files(wildcards):
+    """The folder of a fetched rival, which is there only while it is needed."""
+    fetched = EXPERIMENT.rivals[wildcards.rival]["kind"] == "hub"
+    return [f"results/quality/{wildcards.model}/{wildcards.rival}/checkpoint/files"] if fetched else []
+
+
+def exported_variant(wildcards):
+    variant = EXPERIMENT.rivals[wildcards.rival]["variant"]
+    return f"results/quality/{wildcards.model}/{variant}/checkpoint/model.safetensors.index.json"
 
 
 def tool_calibration(wildcards):
@@ -114,14 +138,21 @@ def checkpoint(wildcards):
     folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
     if wildcards.candidate in EXPERIMENT.variants:
         return [f"{folder}/model.safetensors.index.json"]
+    if EXPERIMENT.decoder(wildcards.candidate):
+        return [f"results/quality/{wildcards.model}/{wildcards.candidate}/decoded/manifest.json"]
     return [f"{folder}/manifest.json"] if wildcards.candidate in EXPERIMENT.rivals else []
 
 
 def checkpoint_content(wildcards):
-    """Files of a checkpoint whose names are known beforehand: a change of them is measured again, or refused."""
+    """What lies beside the manifest under a name that is known beforehand: a GGUF file, whose change is measured again
+    or refused, or a folder that is there only while it is needed."""
     recipe = EXPERIMENT.recipe(wildcards.candidate)
-    folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
-    return [f"{folder}/model.gguf"] if recipe.get("kind") == "gguf" else []
+    folder = f"results/quality/{wildcards.model}/{wildcards.candidate}"
+    if EXPERIMENT.decoder(wildcards.candidate):
+        return [f"{folder}/decoded/files"]
+    if recipe.get("kind") == "hub":
+        return [f"{folder}/checkpoint/files"]
+    return [f"{folder}/checkpoint/model.gguf"] if recipe.get("kind") == "gguf" else []
 
 
 def evaluation_code(wildcards):

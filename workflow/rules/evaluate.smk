@@ -18,6 +18,7 @@ rule evaluate_candidate:
         "logs/{model}/{candidate}/evaluate.log",
     benchmark:
         "benchmarks/{model}/{candidate}/evaluate.tsv"
+    priority: 1  # before anything else is made or fetched: a row as soon as it can be had, a download off the disk
     threads: workflow.cores
     resources:
         gpu=1,

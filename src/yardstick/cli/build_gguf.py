@@ -5,8 +5,8 @@ from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.files import sha256_file, write_json
-from yardstick.manifest import write_manifest
+from yardstick.files import sha256_file
+from yardstick.manifest import write_rival
 from yardstick.models.folder import open_original
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, package_versions
@@ -25,19 +25,16 @@ def main(arguments) -> None:
     total = sum(shape[0] * shape[1] for shape in config.tensors().values() if len(shape) == 2)
     with progress(f"gguf {recipe['mix']}", total, "weight") as done:
         types = write_gguf(arguments.output, original, recipe["mix"], importance, threads, done)
-    write_manifest(arguments.manifest, arguments.output.parent, [arguments.output.name], format="gguf")
-    inputs = {"model": original.digest}
-    if arguments.imatrix:
-        inputs["imatrix"] = sha256_file(arguments.imatrix)
-    write_json(
+    write_rival(
+        arguments.manifest,
         arguments.record,
-        {
-            "recipe": recipe,
-            "inputs": inputs,
-            "code_sha256": code_digest("yardstick.cli.build_gguf"),
-            "versions": package_versions(),
-            "types": types,
-        },
+        arguments.output.parent,
+        [arguments.output.name],
+        recipe=recipe,
+        inputs={"model": original.digest} | ({"imatrix": sha256_file(arguments.imatrix)} if importance else {}),
+        code=code_digest("yardstick.cli.build_gguf"),
+        versions=package_versions(),
+        types=types,
     )
 
 

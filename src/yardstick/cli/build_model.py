@@ -4,7 +4,7 @@ from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.files import sha256_file, write_json
+from yardstick.manifest import write_manifest
 from yardstick.models.folder import open_folder, require_tied_head_is_a_copy
 from yardstick.sources.safetensors_file import checkpoint_files
 
@@ -12,7 +12,7 @@ from yardstick.sources.safetensors_file import checkpoint_files
 def main(arguments) -> None:
     recipe, manifest = arguments.recipe, arguments.output
     folder = manifest.parent / "model"
-    kind = recipe["kind"]
+    kind, digests = recipe["kind"], {}
     if kind == "local":
         folder = Path(recipe["path"]).resolve()
         if not folder.is_dir():
@@ -20,7 +20,8 @@ def main(arguments) -> None:
     elif kind == "hub":
         from yardstick.retrieve.hub import MODEL_FILES, download
 
-        download(f"model {recipe['repository']}", recipe["repository"], recipe["revision"], MODEL_FILES, folder)
+        what = f"model {recipe['repository']}"
+        digests = download(what, recipe["repository"], recipe["revision"], MODEL_FILES, folder)
     else:
         build_release(recipe, folder, arguments.downloads)
     require_tied_head_is_a_copy(open_folder(folder))
@@ -29,9 +30,7 @@ def main(arguments) -> None:
     if missing:
         raise YardstickError(f"{folder}: holds no {missing[0]}")
     names += [n for n in ("tokenizer_config.json", "model.safetensors.index.json") if (folder / n).is_file()]
-    files = {name: sha256_file(folder / name) for name in sorted(names)}
-    location = str(folder) if kind == "local" else folder.name
-    write_json(manifest, {"folder": location, "files": files, "recipe": recipe})
+    write_manifest(manifest, folder, {name: digests.get(name, "") for name in names}, recipe=recipe)
 
 
 def build_release(recipe: dict, folder: Path, downloads: Path) -> None:

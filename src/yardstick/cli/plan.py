@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 
 import torch
-import yaml
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment
+from yardstick.experiment import load_experiment, read_config
 from yardstick.models.prefill import DTYPES, exact_arithmetic, pick_device
 from yardstick.plan.sizes import Weights
 from yardstick.plan.steps import ModelPlan, Rates, Step, missing_bytes
@@ -18,7 +17,7 @@ from yardstick.report.markdown import table
 
 
 def main(arguments) -> None:
-    experiment = load_experiment(read_yaml(arguments.config))
+    experiment = load_experiment(read_config(arguments.config))
     given = {"float32": arguments.gflops_float32, "bfloat16": arguments.gflops_bfloat16}
     products = {name: 1e9 * rate if rate else measured_rate(DTYPES[name]) for name, rate in given.items()}
     rates = Rates(products, 1e6 * arguments.disk_mb, 1e6 * arguments.network_mb)
@@ -30,7 +29,7 @@ def main(arguments) -> None:
         print(f"## {model}\n\n{steps_table(steps)}\n\n{weights_table(plan.weights(), arguments.bandwidth_gb)}\n")
     for name, reason in experiment.unreadable.items():
         print(f"Not planned: {name}: {reason}.")
-    tools = sorted({rival["tool"] for rival in experiment.rivals.values() if rival["kind"] == "made"})
+    tools = experiment.tools()
     if tools:
         print(f"Not counted: environments of {', '.join(tools)}, about 1.5 GB each, and the time of these tools.")
     free = shutil.disk_usage(Path.cwd()).free
@@ -41,28 +40,14 @@ def main(arguments) -> None:
     print(
         f"Rates: {speeds}; disk {arguments.disk_mb:g} MB/s and network "
         f"{arguments.network_mb:g} MB/s assumed. Memory and time are estimates; bytes follow from the shapes.\n"
-        f"Disk still needed: {needed / 1e9:.2f} GB; free here: {free / 1e9:.2f} GB."
+        f"Disk still needed: {needed / 1e9:.2f} GB; free here: {free / 1e9:.2f} GB. Rivals from the hub "
+        "are deleted when they have been measured, so the largest of them counts."
     )
     sys.stdout.flush()
     if needed > free:
         raise YardstickError(
             f"plan: the experiment still needs {needed / 1e9:.2f} GB of disk, {Path.cwd()} has {free / 1e9:.2f} GB free"
         )
-
-
-def read_yaml(path: Path) -> dict:
-    """A config file.
-
-    Raises:
-        YardstickError: missing, or not a YAML mapping.
-    """
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise YardstickError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())[:160]})") from None
-    if not isinstance(config, dict):
-        raise YardstickError(f"{path}: is not a YAML mapping")
-    return config
 
 
 def measured_rate(dtype: torch.dtype, size: int = 2048, seconds: float = 0.5) -> float:

@@ -1,11 +1,12 @@
 """Fetch a published rival, or point at one on this machine, check that it is one, and write its manifest."""
 
+import shutil
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.files import write_json
-from yardstick.manifest import candidate_path, write_manifest
+from yardstick.formats import DECODED_BY
+from yardstick.manifest import candidate_path, write_rival
 from yardstick.models.folder import open_original
 from yardstick.models.prefill import expected_tensors
 from yardstick.provenance import code_digest, package_versions
@@ -14,28 +15,44 @@ from yardstick.sources import KINDS, audit_source, open_source
 
 def main(arguments) -> None:
     recipe, manifest, what = arguments.recipe, arguments.output, f"rival {arguments.name}"
+    original = open_original(arguments.model)
     if recipe["kind"] == "local":
         folder, names = local_files(Path(recipe["path"]).resolve(), what)
     else:
-        from yardstick.retrieve.hub import download
-
-        folder = manifest.parent / "files"
-        names = download(what, recipe["repository"], recipe["revision"], recipe["files"], folder, recipe.get("sha256"))
-    original = open_original(arguments.model)
-    path = candidate_path(recipe["format"], folder, names)
-    source = open_source(f"{recipe['format']}:{path}", original.config.prefix)
-    audit_source(source, expected_tensors(original.config, source))
-    files = write_manifest(manifest, folder, names, format=recipe["format"])
-    write_json(
+        folder, names = fetched_files(recipe, manifest.parent / "files", arguments.downloads, what)
+    modules = ["yardstick.cli.retrieve_rival"]
+    if recipe["format"] not in DECODED_BY:  # such a one is checked when its weights have been spelled out
+        path = candidate_path(recipe["format"], folder, list(names))
+        source = open_source(f"{recipe['format']}:{path}", original.config.prefix)
+        audit_source(source, expected_tensors(original.config, source))
+        modules.append(KINDS[recipe["format"]][0])
+    write_rival(
+        manifest,
         arguments.record,
-        {
-            "recipe": recipe,
-            "inputs": {"model": original.digest},
-            "files": files,
-            "code_sha256": code_digest("yardstick.cli.retrieve_rival", KINDS[recipe["format"]][0]),
-            "versions": package_versions(),
-        },
+        folder,
+        names,
+        recipe=recipe,
+        inputs={"model": original.digest},
+        code=code_digest(*modules),
+        versions=package_versions(),
     )
+
+
+def fetched_files(recipe: dict, folder: Path, downloads: Path, what: str) -> tuple[Path, dict[str, str]]:
+    """Folder and digests of the files of a rival on the hub.
+
+    They are collected in `downloads` and moved when they are whole: what an interrupted step had begun of its own
+    outputs is deleted before the next, and a download should go on instead.
+    """
+    from yardstick.retrieve.hub import download
+
+    repository, revision = recipe["repository"], recipe["revision"]
+    waiting = downloads / "hub" / f"{repository.replace('/', '--')}@{revision[:12]}"
+    digests = download(what, repository, revision, recipe["files"], waiting, recipe.get("sha256"))
+    for name in digests:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(waiting / name, folder / name)
+    return folder, digests
 
 
 def local_files(path: Path, what: str) -> tuple[Path, list[str]]:
@@ -56,6 +73,7 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--name", required=True, help="the rival's name")
     arguments.add_argument("--model", type=Path, required=True, help="manifest.json of the model it is a rival of")
+    arguments.add_argument("--downloads", type=Path, required=True, help="where downloads wait until they are whole")
     arguments.add_argument("--output", type=Path, required=True, help="manifest.json to write")
     arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
     run_step(main, arguments)

@@ -14,7 +14,7 @@ WITHOUT_JOBS = {"-n", "--dry-run", "--dryrun", "--lint", "--report", "--dag", "-
 WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-summary", "--unlock", "--archive"}
 
 
-CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint"}
+CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint", "decoded"}
 QUALITY_FILES = {"table.md", "quantization.md"}
 
 

@@ -40,11 +40,19 @@ def packed_bits(shape: tuple[int, int], group_size: int) -> int:
     return rows * (8 * -(-columns // 2) + 32 * group_count(columns, group_size))
 
 
-def variant_bits(config: ModelConfig, recipe: dict) -> dict[str, int]:
-    """Stored bits of each quantized matrix of one of our variants; kept ones are bf16."""
+def exported_bits(shape: tuple[int, int], group_size: int) -> int:
+    """Bits of a matrix in compressed-tensors: words of codes along a row and of zero points along a column, bf16
+    scales, and its shape."""
+    rows, columns = shape
+    groups = group_count(columns, group_size)
+    return 32 * rows * -(-columns // 8) + 16 * rows * groups + 32 * groups * -(-rows // 8) + 2 * 64
+
+
+def variant_bits(config: ModelConfig, recipe: dict, stored=packed_bits) -> dict[str, int]:
+    """Stored bits of each quantized matrix of one of our variants, or of its export; kept ones are bf16."""
     keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
     return {
-        name: 16 * prod(shape) if keep and keep.search(name) else packed_bits(shape, recipe["group_size"])
+        name: 16 * prod(shape) if keep and keep.search(name) else stored(shape, recipe["group_size"])
         for name, shape in matrices(config).items()
     }
 
@@ -70,14 +78,16 @@ def gguf_bits(config: ModelConfig, recipe: dict, names: Iterable[str]) -> dict[s
 def candidate_weights(config: ModelConfig, name: str, recipe: dict) -> Weights | None:
     """Sizes of a candidate that we make, or of the original; None for one that is fetched.
 
-    Small tensors stay bf16. A token reads every matrix, the small tensors and one row of the embedding. An embedding
-    that is not also the head is stored beside it: ours in bf16, in GGUF by its own type.
+    The recipe of an exported one holds its variant's. Small tensors stay bf16. A token reads every matrix, the small
+    tensors and one row of the embedding. An embedding that is not also the head is stored beside it: ours in bf16, in
+    GGUF by its own type.
     """
     shapes, measured = config.tensors(), matrices(config)
     plain = {key: 16 * prod(shape) for key, shape in measured.items()}
     embedding = 16 * config.vocab_size * config.hidden_size
-    if "method" in recipe:
-        bits = variant_bits(config, recipe)
+    if "method" in recipe or recipe["kind"] == "exported":
+        exported = "method" not in recipe
+        bits = variant_bits(config, recipe["variant"], exported_bits) if exported else variant_bits(config, recipe)
         separate = embedding if not config.tied_head or bits["lm_head.weight"] != plain["lm_head.weight"] else 0
     elif recipe["kind"] == "gguf":
         bits = gguf_bits(config, recipe, measured)

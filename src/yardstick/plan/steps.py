@@ -44,7 +44,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the workflow: bytes that it reads and leaves on disk, peak memory in bytes, seconds."""
+    """One step of the workflow: bytes that it reads and writes to disk, peak memory in bytes, seconds; `temporary` is
+    deleted again when the candidate has been measured."""
 
     name: str
     output: Path
@@ -52,6 +53,7 @@ class Step:
     disk: float
     memory: float
     seconds: float
+    temporary: bool = False
 
 
 def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
@@ -113,8 +115,12 @@ class ModelPlan:
                 steps.append(self.download(name))
             elif recipe["kind"] == "made":
                 steps.append(self.made(name, recipe))
+            elif recipe["kind"] == "exported":
+                steps.append(self.exported(name))
             elif recipe["kind"] == "local" and not Path(recipe["path"]).exists():
                 raise YardstickError(f"plan: rival {name}: {recipe['path']}: no such file or folder")
+            if self.experiment.decoder(name):
+                steps.append(self.decoded(name))
             steps.append(self.evaluate(name))
         return steps
 
@@ -193,8 +199,11 @@ class ModelPlan:
         Raises:
             YardstickError: it cannot be made of this model.
         """
+        recipe = self.experiment.recipe(name)
+        if recipe.get("kind") == "exported":
+            recipe = recipe | {"variant": self.experiment.variants[recipe["variant"]]}
         try:
-            return candidate_weights(self.config, name, self.experiment.recipe(name))
+            return candidate_weights(self.config, name, recipe)
         except YardstickError as error:
             raise YardstickError(
                 f"plan: rival {name}: {error}; name the models it is for under rivals.{name}.models"
@@ -247,10 +256,26 @@ class ModelPlan:
         memory = 2 * PROCESS + 2 * self.model_bytes + size
         return Step(f"make {name}", self.checkpoint(name), reads, size, memory, 60 + reads / self.rates.disk)
 
+    def exported(self, name: str) -> Step:
+        size = self.candidate_size(name)
+        largest = max(prod(shape) for shape in matrices(self.config).values())
+        seconds = START_SECONDS + RTN_SECONDS * parameters(self.config) + 2 * size / self.rates.disk
+        return Step(f"export {name}", self.checkpoint(name), size, size, PROCESS + 8 * largest, seconds)
+
     def download(self, name: str) -> Step:
+        """Deleted when it has been measured, before the next is fetched."""
         size = self.candidate_size(name)
         seconds = size / self.rates.network + size / self.rates.disk
-        return Step(f"fetch {name}", self.checkpoint(name), size, size, PROCESS, seconds)
+        return Step(f"fetch {name}", self.checkpoint(name), size, size, PROCESS, seconds, temporary=True)
+
+    def decoded(self, name: str) -> Step:
+        """Spelled out in fp16 by its own tool; deleted like a download."""
+        size = self.model_bytes
+        seconds = START_SECONDS + 2 * size / self.rates.disk
+        place = self.results / name / "decoded"
+        return Step(
+            f"decode {name}", place, self.candidate_size(name), size, 2 * PROCESS + 4e9, seconds, temporary=True
+        )
 
     def evaluate(self, name: str) -> Step:
         recipe, config = self.experiment.evaluation_recipe(name), self.config
@@ -281,4 +306,11 @@ def missing_bytes(steps: list[Step]) -> float:
         files = path.rglob("*") if path.is_dir() else [path]
         return sum(file.stat().st_size for file in files if file.is_file())
 
-    return sum(max(0.0, step.disk - there(step.output)) for step in steps)
+    missing = {step: max(0.0, step.disk - there(step.output)) for step in steps}
+    kept = sum(size for step, size in missing.items() if not step.temporary)
+    # of what is deleted again, one candidate's is there at a time: its download, and what was decoded from it
+    passing: dict[Path, float] = {}
+    for step, size in missing.items():
+        if step.temporary:
+            passing[step.output.parent] = passing.get(step.output.parent, 0.0) + size
+    return kept + max(passing.values(), default=0.0)

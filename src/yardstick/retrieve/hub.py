@@ -29,8 +29,8 @@ MODEL_FILES = [
 
 def download(
     what: str, repository: str, revision: str, patterns: list[str], folder: Path, pins: dict[str, str] | None = None
-) -> list[str]:
-    """Download the files of `repository` at commit `revision` that match `patterns`; returns their names.
+) -> dict[str, str]:
+    """Download the files of `repository` at commit `revision` that match `patterns`; returns their SHA-256 by name.
 
     No code of the repository is run. An interrupted download goes on where it stopped. A file that is not the one
     the hub lists (or that `pins` names by SHA-256) is fetched again once.
@@ -57,18 +57,23 @@ def download(
     if not names or unsafe:
         fault = f"lists a file outside its folder ({unsafe[0]})" if unsafe else f"holds no file {', '.join(patterns)}"
         raise YardstickError(f"{what}: {origin} {fault}")
+    digests = {}
     for name in names:
-        path, pin = folder / name, (pins or {}).get(name)
-        if path.is_file() and difference(path, listed[name], pin) is None:
-            continue
-        for _ in range(2):
-            fetch(hf_hub_url(repository, name, revision=revision), path, listed[name].size, f"{what}: {origin}: {name}")
-            fault = difference(path, listed[name], pin)
+        path, pin, fault = folder / name, (pins or {}).get(name), None
+        for attempt in range(3):  # what is there already, and two downloads
+            if attempt:
+                url = hf_hub_url(repository, name, revision=revision)
+                fetch(url, path, listed[name].size, f"{what}: {origin}: {name}")
+            elif not path.is_file():
+                continue
+            digests[name] = sha256_file(path)
+            fault = difference(path, digests[name], listed[name], pin)
             if fault is None:
                 break
+            path.unlink()
         else:
             raise YardstickError(f"{what}: {origin}: {name}: {fault}, also when fetched again; it was not kept")
-    return names
+    return digests
 
 
 def fetch(url: str, path: Path, size: int | None, what: str) -> None:
@@ -119,20 +124,17 @@ def fetch(url: str, path: Path, size: int | None, what: str) -> None:
     os.replace(part, path)
 
 
-def difference(path: Path, listed, pin: str | None) -> str | None:
-    """In what a file differs from the hub's listing or from its pin; one that does is deleted."""
-    fault = None
+def difference(path: Path, sha256: str, listed, pin: str | None) -> str | None:
+    """In what a file, whose SHA-256 was just taken, differs from the hub's listing or from its pin."""
     if listed.size is not None and path.stat().st_size != listed.size:
-        fault = f"has {path.stat().st_size} bytes, the hub lists {listed.size}"
-    elif pin or listed.lfs:
-        expected, found = pin or listed.lfs["sha256"], sha256_file(path)
-        if found != expected:
-            fault = f"has sha256 {found}, {'the config pins' if pin else 'the hub lists'} {expected}"
-    elif listed.blob_id and git_blob_id(path) != listed.blob_id:
-        fault = f"has git id {git_blob_id(path)}, the hub lists {listed.blob_id}"
-    if fault:
-        path.unlink()
-    return fault
+        return f"has {path.stat().st_size} bytes, the hub lists {listed.size}"
+    if pin or listed.lfs:
+        expected = pin or listed.lfs["sha256"]
+        origin = "the config pins" if pin else "the hub lists"
+        return None if sha256 == expected else f"has sha256 {sha256}, {origin} {expected}"
+    if listed.blob_id and git_blob_id(path) != listed.blob_id:
+        return f"has git id {git_blob_id(path)}, the hub lists {listed.blob_id}"
+    return None
 
 
 def explain(error: Exception, repository: str, revision: str) -> str:

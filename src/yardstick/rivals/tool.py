@@ -2,58 +2,61 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from yardstick.errors import YardstickError
-from yardstick.files import canonical_json
+from yardstick.files import atomic_folder, canonical_json
 
 SHOWN = 160
+# runs inside the tool's environment, where nothing of ours can be imported
+LAUNCH = """
+import importlib.util, json, sys
+from pathlib import Path
+script, recipe, model, calibration, output = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("make", script)
+make = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make)
+make.main(json.loads(recipe), Path(model), Path(calibration) if calibration else None, Path(output))
+"""
 
 
 def run_tool(
     what: str, environment: Path, script: Path, recipe: dict, model: Path, calibration: Path | None, output: Path
 ) -> None:
-    """Let `script` write a checkpoint of `model` into `output`, with the Python of `environment`.
+    """Let `main(recipe, model, calibration, output)` of `script` write a checkpoint of the folder `model`, with the
+    Python of `environment`. `calibration` is an .npy file of token ids [sequences, length], where the scheme uses one.
 
     It is written beside `output` and moved there when it is whole. What the tool prints goes to standard error.
 
     Raises:
         YardstickError: the tool failed; names its last word.
     """
-    temporary = output.with_name(f".tmp-{output.name}")
-    for folder in (temporary, output):
-        shutil.rmtree(folder, ignore_errors=True)
-    temporary.mkdir(parents=True)
     # absolute, but not resolved: the link's own place is what makes it the environment's Python
-    command = [os.path.abspath(environment / "bin" / "python"), str(script), "--recipe", canonical_json(recipe)]
-    command += ["--model", str(model), "--output", str(temporary)]
-    command += ["--calibration", str(calibration)] if calibration else []
+    command = [os.path.abspath(environment / "bin" / "python"), "-P", "-c", LAUNCH, str(script), canonical_json(recipe)]
+    command += [str(model), str(calibration or "")]
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=inherited | quiet | offline | threads,
-    )
-    last = ""
-    for line in process.stdout:
-        print(line.rstrip(), file=sys.stderr)
-        last = line.strip() or last
-    if process.wait():
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise YardstickError(f"{what}: {script.parent.name} failed ({last[:SHOWN]})")
-    if not any(temporary.rglob("*.safetensors")):
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise YardstickError(f"{what}: {script.parent.name} wrote no safetensors file")
-    os.replace(temporary, output)
+    with atomic_folder(output) as temporary:
+        process = subprocess.Popen(
+            [*command, str(temporary)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=inherited | quiet | offline | threads,
+        )
+        last = ""
+        for line in process.stdout:
+            print(line.rstrip(), file=sys.stderr)
+            last = line.strip() or last
+        if process.wait():
+            raise YardstickError(f"{what}: {script.parent.name} failed ({last[:SHOWN]})")
+        if not any(temporary.glob("*.safetensors")) and not any(temporary.glob("*.pt")):
+            raise YardstickError(f"{what}: {script.parent.name} wrote no weights")
 
 
 def tool_versions(environment: Path) -> dict[str, str]:

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 from yardstick.errors import YardstickError
-from yardstick.formats import KINDS
+from yardstick.formats import DECODED_BY, KINDS
 from yardstick.sources.base import TensorInfo, TensorSource, audit_source
 
 __all__ = ["KINDS", "TensorInfo", "TensorSource", "audit_source", "open_source"]
@@ -19,6 +19,11 @@ def open_source(spec: str, prefix: str = "model.") -> TensorSource:
         YardstickError: unknown kind, or the file is missing, damaged or of another kind.
     """
     kind, separator, path = spec.partition(":")
+    if kind in DECODED_BY:
+        raise YardstickError(
+            f"source {spec}: only {DECODED_BY[kind]} decodes this, on a GPU; name it as a rival in a config, or run "
+            f"decode.py of workflow/envs/{DECODED_BY[kind]} and read what it writes as bf16dir:PATH"
+        )
     if not separator or kind not in KINDS:
         raise YardstickError(f"source {spec}: must be one of {', '.join(k + ':PATH' for k in sorted(KINDS))}")
     module, name = KINDS[kind]

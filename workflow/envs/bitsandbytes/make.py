@@ -1,10 +1,9 @@
 """Make a bitsandbytes checkpoint of a model; runs in its own environment and knows nothing of Yardstick.
 
-Schemes: nf4, nf4-nested (statistics quantized too), fp4, int8 (LLM.int8). The output head stays bf16, as the tool has it.
+Schemes: nf4, nf4-nested (statistics quantized too), fp4, int8 (LLM.int8). The output head stays bf16, as the tool has
+it.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -18,20 +17,10 @@ SCHEMES = {
 }
 
 
-def main(recipe: dict, model: Path, output: Path) -> None:
+def main(recipe: dict, model: Path, calibration: Path | None, output: Path) -> None:
     settings = BitsAndBytesConfig(**SCHEMES[recipe["scheme"]], bnb_4bit_compute_dtype=torch.bfloat16)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     quantized = AutoModelForCausalLM.from_pretrained(
         model, quantization_config=settings, dtype=torch.bfloat16, device_map={"": device}, use_safetensors=True
     )
     quantized.save_pretrained(output)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", type=json.loads, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--calibration", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
-    arguments = parser.parse_args()
-    main(arguments.recipe, arguments.model, arguments.output)
