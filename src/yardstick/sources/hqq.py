@@ -129,7 +129,7 @@ class HqqSource(FolderSource):
                 settings[field] = "".join(chr(value) for value in values if type(value) is int and 0 < value < 128)
             elif field == "shape":
                 settings[field] = tuple(values)
-            elif values:
+            elif len(values) == 1:
                 settings[field] = round(values[0], 2) if isinstance(values[0], float) else values[0]
         return settings
 
@@ -158,7 +158,7 @@ class TorchReader:
         self.settings: dict[str, dict[str, Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         types = {kind: name for name, kind in DTYPES.items()}
-        seen = set()
+        seen, most = set(), path.stat().st_size
         for module, state in load_pickle(path).items():
             if not isinstance(module, str) or not isinstance(state, dict):
                 raise YardstickError(f"{path}: module {module} is not a state of tensors: damaged, or not of hqq")
@@ -171,6 +171,10 @@ class TorchReader:
                 value = value.detach()
                 if value.dtype not in types or value.layout is not torch.strided or value.device.type != "cpu":
                     raise YardstickError(f"{path}: tensor {name} has type {value.dtype}, which is not supported")
+                if value.numel() * value.element_size() > most:  # strides of 0 make anything of a few bytes
+                    raise YardstickError(
+                        f"{path}: tensor {name} has shape {list(value.shape)}, more than the file holds"
+                    )
                 bytes_of = (value.data_ptr(), value.dtype, value.shape, value.stride())
                 if value.numel() and bytes_of in seen:
                     continue
