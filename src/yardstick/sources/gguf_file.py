@@ -9,7 +9,6 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,19 @@ class GgufPart:
         start = -(-at // self.alignment) * self.alignment
         for name, shape, kind, offset in entries:
             self._add_tensor(name, shape, kind, start, offset)
-        spans = sorted((offset, name) for name, _, _, offset in entries)
-        for (offset, name), (next_offset, next_name) in pairwise(spans):
-            if offset + self.tensors[name].data.nbytes > next_offset:
-                raise YardstickError(f"{self.path}: tensors {name} and {next_name} overlap")
+        self._check_gaps(start, sorted((offset, name) for name, _, _, offset in entries))
+
+    def _check_gaps(self, start: int, spans: list[tuple[int, str]]) -> None:
+        """Tensors lie one after the other, with less than one alignment between them: a wrong type or size shows."""
+        before, end = "the table", 0
+        for offset, name in [*spans, (len(self._map) - start, "")]:
+            if name and offset < end:
+                raise YardstickError(f"{self.path}: tensors {before} and {name} overlap")
+            if spans and offset - end >= self.alignment:
+                raise YardstickError(
+                    f"{self.path}: {offset - end} bytes after {before} belong to no tensor: a type or a shape is wrong"
+                )
+            before, end = name, offset + (self.tensors[name].data.nbytes if name else 0)
 
     def _add_tensor(self, name: str, shape: tuple[int, ...], number: int, start: int, offset: int) -> None:
         try:
