@@ -353,6 +353,19 @@ def test_another_file_in_its_place_is_refused(sound, tmp_path):
     sound.folder.unlink()
 
 
+def test_a_file_that_is_cut_while_it_is_open_is_refused(sound):
+    """A mapped page that is gone would end the process with a signal."""
+    sound.write()
+    source = open_source(sound.spec)
+    for name in sound.files:
+        if not name.endswith(".json"):
+            (sound.folder / name).write_bytes(b"")
+    for name in sound.shapes:
+        with pytest.raises(YardstickError, match="has become shorter|ends inside tensor") as error:
+            source.get(name)
+        assert str(sound.folder) in str(error.value)
+
+
 def flips(data: bytes, stop: int, count: int, seed: int) -> Iterator[bytes]:
     """Copies with one to three bytes before `stop` changed: by a bit, or to any other value."""
     rng = np.random.default_rng(seed)

@@ -143,6 +143,15 @@ class GgufPart:
         data = np.frombuffer(self._map, dtype=np.uint8, count=length, offset=start + offset)
         self.tensors[name] = GgufTensor(name, shape, kind, data)
 
+    def require_whole(self) -> None:
+        """Refuse a file that was cut after it was opened: reading a mapped page that is gone ends the process.
+
+        Raises:
+            YardstickError: it is shorter than it was.
+        """
+        if self._map.size() < len(self._map):
+            raise YardstickError(f"{self.path}: has become shorter since it was opened")
+
     def forget_pages(self) -> None:
         """Give back the memory of pages that were read; they come from the file again when they are needed."""
         self._map.madvise(mmap.MADV_DONTNEED)
@@ -242,6 +251,11 @@ class GgufFile:
     def number(self, key: str, default: int | None = None) -> int:
         """A metadata value of the model that is a whole number; see `GgufPart.number`."""
         return self.parts[0].number(key, default)
+
+    def require_whole(self) -> None:
+        """See `GgufPart.require_whole`."""
+        for part in self.parts:
+            part.require_whole()
 
     def forget_pages(self) -> None:
         """See `GgufPart.forget_pages`."""
