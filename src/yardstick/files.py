@@ -80,7 +80,9 @@ def read_json(path: Path, *keys: str) -> dict[str, Any]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise YardstickError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise YardstickError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and lists in lists
         raise YardstickError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise YardstickError(f"{path}: damaged: holds a {type(value).__name__}, not an object")

@@ -549,7 +549,7 @@ INT4 = {"num_bits": 4, **GROUP}
             "config.json: config_groups, ignore or transform_config is dam",
         ),
         ({}, [["Linear"]], "pack-quantized", "config.json: config_groups, ignore or transform_config is damaged"),
-        ({}, [{"targets": [3]}], "pack-quantized", "config.json: config_groups, ignore or transform_config is damaged"),
+        ({}, [{"targets": [3]}], "pack-quantized", "config.json: targets must be a list of names"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, change, groups, form, message):

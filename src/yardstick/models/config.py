@@ -16,6 +16,8 @@ FAMILIES = {
 # checkpoints that also hold a vision tower keep the language model's settings one level down, and its tensors too
 WRAPPED = {"qwen3_5": ("text_config", "model.language_model.")}
 
+# a damaged number must not cost hours or gigabytes: every layer has a dozen names
+MOST_LAYERS, MOST, LARGEST_NUMBER = 10_000, 2**31, 1e300
 ATTENTION, DELTA = "full_attention", "linear_attention"
 
 
@@ -176,7 +178,7 @@ def read_config(path: Path) -> ModelConfig:
         YardstickError: the family or one of its options is not supported; nothing is ever assumed silently.
     """
     raw = read_json(path)
-    family, prefix = raw.get("model_type"), "model."
+    family, prefix = str(raw.get("model_type")), "model."
     if family in WRAPPED:
         key, prefix = WRAPPED[family]
         tied = raw.get("tie_word_embeddings")
@@ -184,7 +186,7 @@ def read_config(path: Path) -> ModelConfig:
         if not isinstance(raw, dict):
             raise YardstickError(f"{path}: {key} is not an object")
         raw = raw if tied is None else raw | {"tie_word_embeddings": tied}
-        family = raw.get("model_type")
+        family = str(raw.get("model_type"))
     if family not in FAMILIES:
         raise YardstickError(f"{path}: model_type {family} is not supported (supported: {', '.join(FAMILIES)})")
     hybrid = family == "qwen3_5_text"
@@ -233,12 +235,15 @@ class _Values:
         value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise YardstickError(f"{self.path}: {key} is {value!r}, not a whole number from 1 on")
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+        if value > most:
+            raise YardstickError(f"{self.path}: {key} is {value!r}, which is more than {most}")
         return value
 
     def number(self, key: str) -> float:
         """A positive finite number."""
         value = self._get(key, None)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
             raise YardstickError(f"{self.path}: {key} is {value!r}, not a positive number")
         return float(value)
 

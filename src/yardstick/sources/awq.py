@@ -26,6 +26,7 @@ from yardstick.errors import YardstickError
 from yardstick.sources.folder import FolderSource, Stored, stored_shape, unpack_bits
 from yardstick.sources.gptq import SCALES
 from yardstick.sources.integers import Integers, checked_integers, unpack_rows
+from yardstick.sources.kinds import is_size, names
 
 UNDO = [0, 4, 1, 5, 2, 6, 3, 7]  # position in a word of outputs 0..7
 ROWS = 256  # inputs decoded at a time
@@ -53,11 +54,12 @@ class AwqSource(FolderSource):
         if bits != 4:
             raise YardstickError(f"{config}: bits {bits} is not supported, 4 is")
         size = settings.get("group_size", settings.get("q_group_size"))
-        if not isinstance(size, int) or size < -1 or size == 0:
+        if size != -1 and not is_size(size):
             raise YardstickError(f"{config}: group_size {size} is not a size")
         modules = dict.fromkeys(self.stems(".qweight") + self.stems(".qzeros"))
+        plain = names(settings, "modules_to_not_convert", f"{config}")
         for module in modules:
-            for entry in settings.get("modules_to_not_convert") or []:
+            for entry in plain:
                 if f".{entry}." in f".{module}.":
                     raise YardstickError(
                         f"{self.path}: tensor {module}.qweight is quantized, but modules_to_not_convert has {entry}"

@@ -64,10 +64,8 @@ class TensorSource(ABC):
         Raises:
             YardstickError: the tensor is missing, or holds a NaN or an infinity.
         """
-        if name not in self.infos():
-            raise YardstickError(f"{self.path}: tensor {name} is missing")
+        expected = require_values(self, name)
         tensor = self.read(name)
-        expected = self.infos()[name].shape
         if tuple(tensor.shape) != expected:
             raise YardstickError(f"{self.path}: tensor {name} has shape {tuple(tensor.shape)}, header says {expected}")
         require_finite(tensor, f"{self.path}: tensor {name}")
@@ -78,10 +76,10 @@ class LazyRows:
     """A matrix of a source that is read by rows: `len()` and slices, each decoded and checked when asked for."""
 
     def __init__(self, source: TensorSource, name: str, read: Callable[[int, int], torch.Tensor]) -> None:
-        if name not in source.infos():
-            raise YardstickError(f"{source.path}: tensor {name} is missing")
-        self._length, self._read = source.infos()[name].shape[0], read
-        self._what = f"{source.path}: tensor {name}"
+        self._what, shape = f"{source.path}: tensor {name}", require_values(source, name)
+        if not shape:
+            raise YardstickError(f"{self._what} is a single number and has no rows")
+        self._length, self._read = shape[0], read
 
     def __len__(self) -> int:
         return self._length
@@ -91,6 +89,20 @@ class LazyRows:
         values = self._read(start, stop)
         require_finite(values, f"{self._what} from row {start}")
         return values
+
+
+def require_values(source: TensorSource, name: str) -> tuple[int, ...]:
+    """Shape of a tensor that the source has and that holds at least one value.
+
+    Raises:
+        YardstickError: it has not, or it is empty.
+    """
+    if name not in source.infos():
+        raise YardstickError(f"{source.path}: tensor {name} is missing")
+    shape = source.infos()[name].shape
+    if 0 in shape:
+        raise YardstickError(f"{source.path}: tensor {name} has shape {list(shape)}, which holds nothing")
+    return shape
 
 
 def require_finite(tensor: torch.Tensor, what: str) -> None:

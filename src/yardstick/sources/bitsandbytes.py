@@ -24,6 +24,7 @@ from yardstick.sources.safetensors_file import DTYPES
 STATE, TYPES = ".quant_state.bitsandbytes__", ("nf4", "fp4")
 # bitsandbytes multiplies by this, the fp32 value nearest to 1 / 127, and does not divide
 RECIPROCAL = 7.874015718698502e-3
+STORAGE = PLAIN | {"U8", "I8"}  # types under which transformers keeps the bytes of 4-bit codes
 FORMATS = {1: "col32", 2: "col_turing", 3: "col_ampere"}  # 0 is row major; these are tiled for old GPU kernels
 
 
@@ -62,7 +63,7 @@ class BitsAndBytesSource(FolderSource):
         count = shape[0] * shape[1]
         blocks = -(-count // size)
         parts = [weight, weight + ".absmax", weight + ".quant_map"]
-        self._require(weight, -(-count // 2), None)
+        self._require(weight, -(-count // 2), STORAGE, in_bytes=True)
         self._require(weight + ".absmax", blocks, {"U8"} if nested else PLAIN)
         self._require(weight + ".quant_map", 16, PLAIN)
         if nested:
@@ -78,8 +79,11 @@ class BitsAndBytesSource(FolderSource):
 
     def _state(self, weight: str, kind: str) -> dict[str, Any]:
         name = weight + STATE + kind
+        found = self.reader.headers[name]["dtype"]
+        if found != "U8":
+            raise YardstickError(f"{self.path}: tensor {name} has type {found}, must be U8")
         try:
-            state = json.loads(self.reader.tensor(name).view(torch.uint8).numpy().tobytes())
+            state = json.loads(self.reader.tensor(name).numpy().tobytes())
         except (ValueError, RecursionError) as error:
             raise YardstickError(f"{self.path}: tensor {name} is damaged: not valid JSON ({error})") from None
         if not isinstance(state, dict) or state.get("quant_type") != kind:
@@ -92,16 +96,16 @@ class BitsAndBytesSource(FolderSource):
             raise YardstickError(f"{self.path}: tensor {weight}: its state has {key} = {size}, must be 1 or more")
         return size
 
-    def _require(self, name: str, count: int, kinds: set[str] | None) -> None:
-        """Refuse a part that is missing, of another type or size; without `kinds` the size is in bytes, of any type."""
+    def _require(self, name: str, count: int, kinds: set[str], in_bytes: bool = False) -> None:
+        """Refuse a part that is missing, of another type or size."""
         self.shape(name)
         kind = self.reader.headers[name]["dtype"]
-        if kinds and kind not in kinds:
+        if kind not in kinds:
             raise YardstickError(f"{self.path}: tensor {name} has type {kind}, must be {' or '.join(sorted(kinds))}")
-        size = 1 if kinds is None else DTYPES[kind].itemsize
+        size = 1 if in_bytes else DTYPES[kind].itemsize
         if self.reader.stored_bits(name) != 8 * size * count:
             found = self.reader.stored_bits(name) // 8 // size
-            unit = "bytes" if kinds is None else "elements"
+            unit = "bytes" if in_bytes else "elements"
             raise YardstickError(f"{self.path}: tensor {name} has {found} {unit}, shape and block size ask for {count}")
 
     def _decode_blocks(self, weight: str, state: dict[str, Any], nested: bool) -> torch.Tensor:
@@ -121,10 +125,11 @@ class BitsAndBytesSource(FolderSource):
         """LLM.int8: a scale per row, and a byte that says how the rows lie."""
         stem, shape = weight.removesuffix(".weight"), self.shape(weight)
         scale, layout = stem + ".SCB", stem + ".weight_format"
-        if len(shape) != 2 or self.shape(scale) != shape[:1] or self.reader.headers[scale]["dtype"] not in PLAIN:
+        scale_shape, kind = self.shape(scale), self.reader.headers[scale]["dtype"]
+        if len(shape) != 2 or scale_shape != shape[:1] or kind not in PLAIN:
             raise YardstickError(
                 f"{self.path}: tensor {scale} must be one float per row of {weight}, {list(shape)} "
-                f"(got {self.reader.headers[scale]['dtype']} {list(self.shape(scale))})"
+                f"(got {kind} {list(scale_shape)})"
             )
         parts = [weight, scale]
         if layout in self.reader.headers:  # the first releases wrote none, and rows

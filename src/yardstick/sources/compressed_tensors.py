@@ -28,6 +28,7 @@ from yardstick.sources.float_formats import decode_e2m1, decode_e8m0, decode_fp8
 from yardstick.sources.folder import FolderSource, Stored, unpack_bits
 from yardstick.sources.hf import PLAIN
 from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
+from yardstick.sources.kinds import flag, is_size, names
 
 TILE = 1 << 22  # weights decoded at a time: unpacking takes many times the memory of its result
 OFFLINE = {"weight_input", "weight_output"}  # transforms that the weights already hold
@@ -79,7 +80,7 @@ class CompressedTensorsSource(FolderSource):
     """Quantized tensors in fp32, the rest as stored."""
 
     def quantized(self) -> dict[str, Stored]:
-        self._version = [int(number) for number in re.findall(r"\d+", str(self.settings.get("version") or ""))]
+        self._version = [int(number) for number in re.findall(r"\d{1,12}", str(self.settings.get("version") or ""))]
         self._targets, self._skipped = read_groups(self.settings, f"{self.path / 'config.json'}")
         for name in self.reader.headers:
             if name.endswith((".bitmask", ".compressed")):
@@ -141,9 +142,13 @@ class CompressedTensorsSource(FolderSource):
         if kind == "pack":
             parts.append("weight_shape")
             self._require(f"{name}_shape", {"I32", "I64"}, (2,))
-            shape = rows, int(self.reader.tensor(f"{name}_shape")[1])
+            shape = tuple(self.reader.tensor(f"{name}_shape").flatten().tolist())
+            if shape[0] != rows:
+                self._refuse(f"{name}_shape", f"says {list(shape)}, but {module}.{part} has {rows} rows")
         elif kind.endswith("fp4"):
             shape = rows, 2 * width
+        if min(shape) < 1:
+            self._refuse(f"{module}.{part}", f"makes a matrix of {list(shape)}, which holds nothing")
         block, label = self._block(name, args, shape)
         dense = kind != "pack" or self._is_dense(f"{module}.{part}", bits, shape[1], width)
         matrix = Matrix(module, kind, bits, shape, block, dense, self._mxfp4_factor(name) if kind == "mxfp4" else 1.0)
@@ -155,7 +160,7 @@ class CompressedTensorsSource(FolderSource):
             matrix.ordered = True
             parts.append("weight_g_idx")
             self._require(f"{name}_g_idx", {"I32", "I64"}, (shape[1],))
-        if not args.get("symmetric", True):
+        if not flag(args, "symmetric", f"{self.path / 'config.json'}", default=True):
             matrix.zero = self._zero_layout(matrix)
             parts.append("weight_zero_point")
         elif f"{name}_zero_point" in self.reader.headers:
@@ -177,7 +182,7 @@ class CompressedTensorsSource(FolderSource):
         args, form = group["weights"], group.get("format") or self.settings.get("format")
         type_, bits, size = args.get("type", "int"), args.get("num_bits"), args.get("group_size")
         for forms, known, widths, group_size, kind in FORMATS:
-            if form in forms and type_ == known and bits in widths and group_size in (0, size):
+            if form in forms and type_ == known and type(bits) is int and bits in widths and group_size in (0, size):
                 return kind, args
         self._refuse(name, f"has scheme {form} with {type_}{bits} and group size {size}, which is not supported")
 
@@ -185,12 +190,12 @@ class CompressedTensorsSource(FolderSource):
         """Rows and columns that share a scale, and what the scheme calls them."""
         size = args.get("group_size")
         strategy = args.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-        sides = [int(side) for side in re.findall(r"\d+", str(args.get("block_structure")))]
+        sides = [int(side) for side in re.findall(r"\d{1,18}", str(args.get("block_structure")))]
         if strategy == "tensor":
             return shape, strategy
         if strategy == "channel":
             return (1, shape[1]), strategy
-        if strategy in ("group", "tensor_group") and isinstance(size, int) and size > 0:
+        if strategy in ("group", "tensor_group") and is_size(size):
             return (1, size), f"g{size}"
         if strategy == "block" and len(sides) == 2 and min(sides) > 0:
             return (sides[0], sides[1]), f"b{sides[0]}x{sides[1]}"
@@ -287,14 +292,14 @@ def read_groups(settings: dict[str, Any], where: str) -> tuple[dict[str, dict], 
         YardstickError: the config is not of its kind, or transforms activations, which the forward does not.
     """
     try:
-        groups, ignored = settings["config_groups"].values(), list(settings.get("ignore") or [])
+        groups, ignored = settings["config_groups"].values(), names(settings, "ignore", where)
         groups = [group | {"weights": dict(group.get("weights") or {})} for group in groups]
-        targets = {target: group for group in groups for target in group["targets"]}
+        targets = {target: group for group in groups for target in names(group, "targets", where)}
         for pattern in [*targets, *ignored]:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         transforms = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
-        online = {step["location"] for transform in transforms for step in transform["apply"]} - OFFLINE
-    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        online = {str(step["location"]) for transform in transforms for step in transform["apply"]} - OFFLINE
+    except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError, re.error) as error:
         raise YardstickError(f"{where}: config_groups, ignore or transform_config is damaged ({error!r})") from None
     if online:
         raise YardstickError(f"{where}: transform_config changes activations ({', '.join(sorted(online))})")

@@ -112,6 +112,8 @@ def smoothing_factors(candidate_gain: torch.Tensor, base_gain: torch.Tensor, zer
     The gain is 1 + w where the family's norm is centred on zero. None where the norm is unchanged, or cannot tell.
     """
     own, original = candidate_gain.float(), base_gain.float()
+    if own.shape != original.shape:
+        return None
     if zero_centred:
         own, original = 1.0 + own, 1.0 + original
     if torch.equal(own, original) or bool((own == 0).any()) or bool((original == 0).any()):

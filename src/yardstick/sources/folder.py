@@ -5,7 +5,6 @@ Everything else in the folder is a plain tensor under its own name. A stored ten
 name, and the audit calls it left over.
 """
 
-import re
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from yardstick.errors import YardstickError
 from yardstick.files import read_json
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.hf import PLAIN, not_measured
+from yardstick.sources.kinds import compiled
 from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
 
 
@@ -81,7 +81,8 @@ class FolderSource(TensorSource):
             YardstickError: there is none.
         """
         config = read_json(self.path / "config.json")
-        places = [config, config.get("text_config") or {}]
+        inner = config.get("text_config")
+        places = [config, inner if isinstance(inner, dict) else {}]
         keys = ("quantization_config", "compression_config")  # the second in files of 2024
         settings = next((place[key] for place in places for key in keys if place.get(key)), None)
         if not isinstance(settings, dict):
@@ -158,10 +159,7 @@ def matches(source: FolderSource, pattern: str, module: str) -> bool:
     Raises:
         YardstickError: it is not one.
     """
-    try:
-        return re.match(pattern, module) is not None
-    except re.error as error:
-        raise YardstickError(f"{source.path / 'config.json'}: pattern {pattern} cannot be read ({error})") from None
+    return compiled(pattern, f"{source.path / 'config.json'}").match(module) is not None
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:

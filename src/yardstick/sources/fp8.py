@@ -15,6 +15,7 @@ from yardstick.errors import YardstickError
 from yardstick.sources.float_formats import FP8, decode_e8m0, decode_fp8
 from yardstick.sources.folder import FolderSource, Stored
 from yardstick.sources.hf import PLAIN, not_measured
+from yardstick.sources.kinds import names
 
 E8M0 = {"U8", "F8_E8M0"}  # powers of two, as bytes or under their own type
 ACTIVATIONS = "scale of activations, which are not quantized here"
@@ -30,18 +31,21 @@ class BlockFp8Source(FolderSource):
                 f"{self.path / 'config.json'}: quant_method is {self.settings.get('quant_method')!r}, must be 'fp8'"
             )
         block = read_block_size(self.settings, f"{self.path / 'config.json'}")
-        stored = {}
+        scales: dict[str, str] = {}
         for scale in self.reader.headers:
             name = scaled_tensor(scale)
             if name is None or not_measured([name]):
                 continue
-            if name in stored:
+            if name in scales:
                 raise YardstickError(f"{self.path}: tensor {name} has two scales, {scale} is one")
-            stored[name] = self._scaled(name, scale, block)
+            scales[name] = scale
+        stored = {name: self._scaled(name, scale, block) for name, scale in scales.items()}
         for name, header in self.reader.headers.items():
             if header["dtype"] in FP8 and name not in stored and not not_measured([name]):
                 raise YardstickError(f"{self.path}: tensor {name}_scale_inv is missing, and {name} is FP8")
-        for name in self.settings.get("modules_to_not_convert") or self.settings.get("ignored_layers") or []:
+        where = f"{self.path / 'config.json'}"
+        lists = (names(self.settings, key, where) for key in ("modules_to_not_convert", "ignored_layers"))
+        for name in next((found for found in lists if found), []):
             if f"{name}.weight" in stored:
                 raise YardstickError(
                     f"{self.path}: tensor {name}.weight is stored in FP8, but the config's modules_to_not_convert "
@@ -58,10 +62,13 @@ class BlockFp8Source(FolderSource):
             raise YardstickError(f"{self.path}: tensor {scale} has type {scale_kind}, which is not a scale")
         if len(shape) < 2:
             raise YardstickError(f"{self.path}: tensor {name} has shape {list(shape)}, must be a matrix")
-        scheme, fits = "fp8", scale_shape in ((), (1,))
+        grid = ()
+        if block is not None:
+            grid = (*shape[:-2], *(-(-length // size) for length, size in zip(shape[-2:], block, strict=True)))
+        # where the config makes several blocks, a single scale is not theirs
+        scheme, fits = "fp8", scale_shape in ((), (1,)) and all(size == 1 for size in grid)
         if not fits and block is not None:
-            blocks = (-(-length // size) for length, size in zip(shape[-2:], block, strict=True))
-            scheme, fits = f"fp8-b{block[0]}x{block[1]}", scale_shape == (*shape[:-2], *blocks)
+            scheme, fits = f"fp8-b{block[0]}x{block[1]}", scale_shape == grid
         if not fits:
             size = "no weight_block_size" if block is None else f"blocks of {block[0]} x {block[1]}"
             raise YardstickError(

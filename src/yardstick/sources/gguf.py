@@ -212,6 +212,7 @@ class GgufSource(TensorSource):
         return LazyRows(self, name, lambda start, stop: self._decode(placed, placed.tensor.part(start, stop)))
 
     def _decode(self, placed: Placed, tensor: GgufTensor) -> torch.Tensor:
+        self._file.require_whole()
         values = torch.from_numpy(dequantize_gguf(tensor).copy())
         if placed.scale:
             values *= float(dequantize_gguf(placed.scale)[0])

@@ -9,7 +9,6 @@ import mmap
 import re
 import struct
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,19 @@ class GgufPart:
         start = -(-at // self.alignment) * self.alignment
         for name, shape, kind, offset in entries:
             self._add_tensor(name, shape, kind, start, offset)
-        spans = sorted((offset, name) for name, _, _, offset in entries)
-        for (offset, name), (next_offset, next_name) in pairwise(spans):
-            if offset + self.tensors[name].data.nbytes > next_offset:
-                raise YardstickError(f"{self.path}: tensors {name} and {next_name} overlap")
+        self._check_gaps(start, sorted((offset, name) for name, _, _, offset in entries))
+
+    def _check_gaps(self, start: int, spans: list[tuple[int, str]]) -> None:
+        """Tensors lie one after the other, with less than one alignment between them: a wrong type or size shows."""
+        before, end = "the table", 0
+        for offset, name in [*spans, (len(self._map) - start, "")]:
+            if name and offset < end:
+                raise YardstickError(f"{self.path}: tensors {before} and {name} overlap")
+            if spans and offset - end >= self.alignment:
+                raise YardstickError(
+                    f"{self.path}: {offset - end} bytes after {before} belong to no tensor: a type or a shape is wrong"
+                )
+            before, end = name, offset + (self.tensors[name].data.nbytes if name else 0)
 
     def _add_tensor(self, name: str, shape: tuple[int, ...], number: int, start: int, offset: int) -> None:
         try:
@@ -134,6 +142,15 @@ class GgufPart:
             raise YardstickError(f"{self.path}: tensor {name} is there twice")
         data = np.frombuffer(self._map, dtype=np.uint8, count=length, offset=start + offset)
         self.tensors[name] = GgufTensor(name, shape, kind, data)
+
+    def require_whole(self) -> None:
+        """Refuse a file that was cut after it was opened: reading a mapped page that is gone ends the process.
+
+        Raises:
+            YardstickError: it is shorter than it was.
+        """
+        if self._map.size() < len(self._map):
+            raise YardstickError(f"{self.path}: has become shorter since it was opened")
 
     def forget_pages(self) -> None:
         """Give back the memory of pages that were read; they come from the file again when they are needed."""
@@ -234,6 +251,11 @@ class GgufFile:
     def number(self, key: str, default: int | None = None) -> int:
         """A metadata value of the model that is a whole number; see `GgufPart.number`."""
         return self.parts[0].number(key, default)
+
+    def require_whole(self) -> None:
+        """See `GgufPart.require_whole`."""
+        for part in self.parts:
+            part.require_whole()
 
     def forget_pages(self) -> None:
         """See `GgufPart.forget_pages`."""

@@ -36,6 +36,7 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.sources.folder import FolderSource, Stored, matches, object_at, stored_shape, unpack_bits
 from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
+from yardstick.sources.kinds import flag, is_size
 
 WIDTHS = (2, 3, 4, 8)
 VERSIONS = ("gptq", "gptq_v2")
@@ -100,14 +101,15 @@ class GptqSource(FolderSource):
         settings = self._settings_of(module)
         bits, group_size = settings.get("bits"), settings.get("group_size", -1)
         words = settings.get("pack_dtype") or "int32"
-        if not isinstance(bits, int) or bits not in WIDTHS or words != "int32":
+        if type(bits) is not int or bits not in WIDTHS or words != "int32":
             kind = f"bits {bits} in {words} words"
             raise YardstickError(
                 f"{self.path}: tensor {module}.qweight: {kind} is not supported, 2, 3, 4, 8 in int32 are"
             )
-        if not isinstance(group_size, int) or group_size < -1 or group_size == 0:
+        if group_size != -1 and not is_size(group_size):
             raise YardstickError(f"{self.path}: tensor {module}.qweight: group_size {group_size} is not a size")
-        layout = self._layout(module, bits, group_size, bool(settings.get("sym")), bool(settings.get("desc_act")))
+        sym, desc_act = (flag(settings, key, f"{self.path / 'config.json'}") for key in ("sym", "desc_act"))
+        layout = self._layout(module, bits, group_size, sym, desc_act)
         ordered = f"{module}.g_idx" in self.reader.headers
         if layout.desc_act and not ordered and layout.groups > 1 and not self._static_groups():
             raise YardstickError(f"{self.path}: tensor {module}.g_idx is missing, and desc_act needs it")
@@ -186,7 +188,8 @@ class GptqSource(FolderSource):
         return g_idx
 
     def _static_groups(self) -> bool:
-        return bool(self.settings.get("static_groups") or object_at(self, "meta").get("static_groups"))
+        places = self.settings, object_at(self, "meta")
+        return any(flag(place, "static_groups", f"{self.path / 'config.json'}") for place in places)
 
     def _zeros(self, module: str, layout: _Layout) -> torch.Tensor:
         """Zero points [groups, out] by the checkpoint's format and its writer.
@@ -219,8 +222,9 @@ class GptqSource(FolderSource):
         return zeros
 
     def _by_gptqmodel(self) -> bool:
-        tools = object_at(self, "meta").get("quantizer") or []
-        return any(str(tool).lower().startswith("gptqmodel") for tool in ([tools] if isinstance(tools, str) else tools))
+        tools = object_at(self, "meta").get("quantizer")
+        tools = tools if isinstance(tools, list) else [tools]
+        return any(str(tool).lower().startswith("gptqmodel") for tool in tools)
 
 
 def dequantize(

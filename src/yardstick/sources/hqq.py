@@ -129,7 +129,7 @@ class HqqSource(FolderSource):
                 settings[field] = "".join(chr(value) for value in values if type(value) is int and 0 < value < 128)
             elif field == "shape":
                 settings[field] = tuple(values)
-            elif values:
+            elif len(values) == 1:
                 settings[field] = round(values[0], 2) if isinstance(values[0], float) else values[0]
         return settings
 
@@ -158,6 +158,7 @@ class TorchReader:
         self.settings: dict[str, dict[str, Any]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         types = {kind: name for name, kind in DTYPES.items()}
+        self._path, self._size = path, path.stat().st_size
         seen = set()
         for module, state in load_pickle(path).items():
             if not isinstance(module, str) or not isinstance(state, dict):
@@ -171,6 +172,10 @@ class TorchReader:
                 value = value.detach()
                 if value.dtype not in types or value.layout is not torch.strided or value.device.type != "cpu":
                     raise YardstickError(f"{path}: tensor {name} has type {value.dtype}, which is not supported")
+                if value.numel() * value.element_size() > self._size:  # strides of 0 make anything of a few bytes
+                    raise YardstickError(
+                        f"{path}: tensor {name} has shape {list(value.shape)}, more than the file holds"
+                    )
                 bytes_of = (value.data_ptr(), value.dtype, value.shape, value.stride())
                 if value.numel() and bytes_of in seen:
                     continue
@@ -179,7 +184,13 @@ class TorchReader:
                 self.headers[name] = {"dtype": types[value.dtype], "shape": list(value.shape)}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored."""
+        """One tensor as stored.
+
+        Raises:
+            YardstickError: the file was cut after it was opened; reading a page that is gone would end the process.
+        """
+        if self._path.stat().st_size < self._size:
+            raise YardstickError(f"{self._path}: has become shorter since it was opened")
         return self._tensors[name].contiguous()
 
     def stored_bits(self, name: str) -> int:

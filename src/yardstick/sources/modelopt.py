@@ -20,6 +20,7 @@ from yardstick.sources.float_formats import decode_e2m1, decode_fp8
 from yardstick.sources.folder import FolderSource, Stored
 from yardstick.sources.fp8 import ACTIVATIONS, unused
 from yardstick.sources.hf import PLAIN, not_measured
+from yardstick.sources.kinds import names
 
 GROUP = 16
 ROWS = 4096  # decoded at a time: a quantized head of 248 thousand rows needs no memory beyond its values
@@ -36,7 +37,9 @@ class ModelOptSource(FolderSource):
     def quantization_config(self) -> dict[str, Any]:
         """Settings from config.json, or from hf_quant_config.json where that holds none."""
         config, where = read_json(self.path / "config.json"), self.path / "config.json"
-        settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+        inner = config.get("text_config")
+        inner = inner if isinstance(inner, dict) else {}
+        settings = config.get("quantization_config") or inner.get("quantization_config")
         if settings is None:
             where = self.path / "hf_quant_config.json"
             settings = {"quant_method": "modelopt"} | read_json(where, "quantization")
@@ -102,8 +105,11 @@ class ModelOptSource(FolderSource):
         algorithm = layer.get("quant_algo") if isinstance(layer, dict) else None
         if algorithm is not None and str(algorithm).upper() not in LAYER_ALGORITHMS:
             raise YardstickError(f"{self.path}: tensor {stem}.weight: quant_algo {algorithm} is not supported")
-        for pattern in self.settings.get("exclude_modules") or self.settings.get("ignore") or []:
-            if fnmatchcase(stem, str(pattern)):
+        lists = (
+            names(self.settings, key, f"{self.path}: quantization settings") for key in ("exclude_modules", "ignore")
+        )
+        for pattern in next((found for found in lists if found), []):
+            if fnmatchcase(stem, pattern):
                 raise YardstickError(
                     f"{self.path}: tensor {stem}.weight is stored quantized, but the config excludes {pattern}"
                 )

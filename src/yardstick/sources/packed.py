@@ -7,8 +7,10 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
-from yardstick.quantize.pack import dequantize, unpack_nibbles
+from yardstick.quantize.pack import dequantize, group_count, unpack_nibbles
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
+from yardstick.sources.hf import PLAIN
+from yardstick.sources.kinds import is_size
 from yardstick.sources.safetensors_file import SafetensorsReader, checkpoint_files
 
 CODES, SCALES, MINIMA = ".weight_codes", ".weight_scales", ".weight_minima"
@@ -20,29 +22,49 @@ class PackedSource(TensorSource):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         index = read_json(self.path / "model.safetensors.index.json")
-        try:
-            self.schemes: dict[str, dict] = index["metadata"]["yardstick"]["tensors"]
-        except (KeyError, TypeError):
-            raise YardstickError(
-                f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?"
-            ) from None
-        self.reader = SafetensorsReader(checkpoint_files(self.path), index["metadata"]["yardstick"].get("sha256"))
-        self._infos = {}
-        consumed = set()
+        metadata = index.get("metadata")
+        packing = metadata.get("yardstick") if isinstance(metadata, dict) else None
+        schemes = packing.get("tensors") if isinstance(packing, dict) else None
+        if not isinstance(schemes, dict):
+            raise YardstickError(f"{path}: the index holds no yardstick packing metadata; is it a packed: checkpoint?")
+        digests = packing.get("sha256") or {}
+        if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+            raise YardstickError(f"{path}: the index holds sha256 that are no digests of files")
+        self.schemes: dict[str, dict] = schemes
+        self.reader = SafetensorsReader(checkpoint_files(self.path), digests)
+        self._infos, consumed = {}, set()
         for name, scheme in self.schemes.items():
-            stem = name.removesuffix(".weight")
-            parts = [stem + CODES, stem + SCALES, stem + MINIMA]
-            for part in parts:
-                if part not in self.reader.headers:
-                    raise YardstickError(f"{path}: tensor {part} is missing")
+            parts = self._check(name, scheme)
             consumed.update(parts)
             bits = sum(self.reader.stored_bits(part) for part in parts)
             self._infos[name] = TensorInfo(tuple(scheme["shape"]), f"int4-g{scheme['group_size']}", bits)
         for name, header in self.reader.headers.items():
-            if name not in consumed:
-                self._infos[name] = TensorInfo(
-                    tuple(header["shape"]), header["dtype"].lower(), self.reader.stored_bits(name)
+            if name in consumed:
+                continue
+            if name in self._infos:
+                raise YardstickError(f"{path}: tensor {name} is stored both quantized and plain")
+            kind = header["dtype"]
+            if kind not in PLAIN:
+                raise YardstickError(f"{path}: tensor {name} has type {kind} and belongs to no packed matrix")
+            self._infos[name] = TensorInfo(tuple(header["shape"]), kind.lower(), self.reader.stored_bits(name))
+
+    def _check(self, name: str, scheme: object) -> list[str]:
+        """Stored tensors of a packed matrix, each of the type and shape that its scheme asks for."""
+        shape, size = (scheme.get("shape"), scheme.get("group_size")) if isinstance(scheme, dict) else (None, None)
+        if not (isinstance(shape, list) and len(shape) == 2 and all(map(is_size, shape)) and is_size(size)):
+            raise YardstickError(f"{self.path}: tensor {name}: the index names no shape [out, in] and group size")
+        groups, stem = [shape[0], group_count(shape[1], size)], name.removesuffix(".weight")
+        wanted = {CODES: ("U8", [shape[0], -(-shape[1] // 2)]), SCALES: ("BF16", groups), MINIMA: ("BF16", groups)}
+        for end, (kind, expected) in wanted.items():
+            header = self.reader.headers.get(stem + end)
+            if header is None:
+                raise YardstickError(f"{self.path}: tensor {stem + end} is missing")
+            if (header["dtype"], header["shape"]) != (kind, expected):
+                raise YardstickError(
+                    f"{self.path}: tensor {stem + end} is {header['dtype']} {header['shape']}, {shape} in groups of "
+                    f"{size} asks for {kind} {expected}"
                 )
+        return [stem + end for end in wanted]
 
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos

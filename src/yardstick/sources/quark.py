@@ -34,6 +34,7 @@ from yardstick.sources.folder import FolderSource, Stored, matches, object_at, s
 from yardstick.sources.gptq import SCALES
 from yardstick.sources.hf import PLAIN
 from yardstick.sources.integers import Integers, checked_integers, unpack_rows
+from yardstick.sources.kinds import flag, is_size, names
 
 PACK_METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reorder": unpack_interleaved,
@@ -60,7 +61,8 @@ class QuarkSource(FolderSource):
             raise YardstickError(f"{config}: export.weight_format {export['weight_format']} is not supported")
         if settings.get("layer_type_quant_config"):
             raise YardstickError(f"{config}: layer_type_quant_config is not supported")
-        self._pack_method = export.get("pack_method")
+        method = export.get("pack_method")
+        self._pack_method = method if isinstance(method, str) else None
         packed = [stem for stem in self.stems(".weight") if self.reader.headers[f"{stem}.weight"]["dtype"] not in PLAIN]
         modules = dict.fromkeys(packed + self.stems(".weight_scale") + self.stems(".weight_zero_point"))
         return {f"{module}.weight": self._module(module) for module in modules}
@@ -71,7 +73,7 @@ class QuarkSource(FolderSource):
 
     def _settings_of(self, module: str) -> dict[str, Any]:
         """The scheme of a module's weight: the first of `layer_quant_config` that matches, or the global one."""
-        for pattern in self.settings.get("exclude") or []:
+        for pattern in names(self.settings, "exclude", f"{self.path / 'config.json'}"):
             regular = pattern.startswith("re:")
             if matches(self, pattern[3:], module) if regular else fnmatch.fnmatchcase(module, pattern):
                 raise YardstickError(f"{self.path}: tensor {module}.weight is quantized, but exclude has {pattern}")
@@ -115,7 +117,7 @@ class QuarkSource(FolderSource):
 
     def _grouped(self, module: str, signed: bool, scheme: dict[str, Any]) -> Stored:
         size = scheme.get("group_size")
-        if not isinstance(size, int) or size < 1:
+        if not is_size(size):
             raise YardstickError(f"{self.path}: tensor {module}.weight: group_size {size} is not a size")
         if self._base is None and self._pack_method not in PACK_METHODS:
             raise YardstickError(
@@ -126,7 +128,7 @@ class QuarkSource(FolderSource):
         first, second = stored_shape(self, f"{module}.weight_scale", *SCALES)
         groups, parts = -(-in_features // size), [f"{module}.weight", f"{module}.weight_scale"]
         zeroed = f"{module}.weight_zero_point" in self.reader.headers
-        if zeroed or not (signed and scheme.get("symmetric")):
+        if zeroed or not (signed and flag(scheme, "symmetric", f"{self.path / 'config.json'}")):
             parts.append(f"{module}.weight_zero_point")
             found = stored_shape(self, parts[-1], "I32")
             if found != (groups, words):

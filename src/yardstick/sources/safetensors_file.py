@@ -33,11 +33,12 @@ DTYPES = {
 class SafetensorsReader:
     """Headers and tensors of a set of safetensors files.
 
+    `files` are those of `checkpoint_files`, each with the tensors that an index says it has.
     `digests` maps file names to the SHA-256 that they must have; a file is checked when its first tensor is read, so
     a step that needs one shard of a large model reads one.
     """
 
-    def __init__(self, files: list[Path], digests: dict[str, str] | None = None) -> None:
+    def __init__(self, files: dict[Path, list[str]], digests: dict[str, str] | None = None) -> None:
         self.headers: dict[str, dict] = {}
         self.metadata: dict[str, dict[str, str]] = {}
         self._file_of: dict[str, Path] = {}
@@ -51,6 +52,10 @@ class SafetensorsReader:
                     raise YardstickError(f"{path}: tensor {name} is also in {self._file_of[name]}")
                 self._file_of[name] = path
                 self.headers[name] = entry
+        for path, names in files.items():
+            for name in names:
+                if self._file_of.get(name) != path:
+                    raise YardstickError(f"{path}: tensor {name} is missing, and the index says that it is here")
 
     def _open(self, path: Path) -> dict:
         """Header of a safetensors file; opening it through the library checks its length against the header."""
@@ -61,6 +66,8 @@ class SafetensorsReader:
                 return json.loads(stream.read(size))
         except FileNotFoundError:
             raise YardstickError(f"{path}: no such file") from None
+        except OSError as error:  # safetensors leaves out strerror
+            raise YardstickError(f"{path}: cannot be read ({error.strerror or error})") from None
         except (SafetensorError, ValueError) as error:
             raise YardstickError(f"{path}: truncated or not a safetensors file ({error})") from None
 
@@ -114,8 +121,8 @@ class SafetensorsReader:
         self._unchecked.pop(path, None)
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """Safetensors files of a folder: those of its index, or the single `model.safetensors`.
+def checkpoint_files(folder: Path) -> dict[Path, list[str]]:
+    """Safetensors files of a folder: those of its index, each with its tensors, or the single `model.safetensors`.
 
     Raises:
         YardstickError: there is neither.
@@ -128,7 +135,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
         odd = [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]
         if odd:
             raise YardstickError(f"{index}: names the shard {odd[0]!r}, which is not a file beside it")
-        return [folder / name for name in sorted(set(names.values()))]
+        files: dict[Path, list[str]] = {folder / shard: [] for shard in sorted(set(names.values()))}
+        for name, shard in names.items():
+            files[folder / shard].append(name)
+        return files
     if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        return {folder / "model.safetensors": []}
     raise YardstickError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json")
