@@ -157,6 +157,8 @@ def write_candidate(folder, base, name, size_of=lambda module: 32, change=None, 
 
 
 def run_convert(kind, folder, base, output, exact=False, record=None):
+    if kind == "quark":  # with the original's weights, which these codes do not resemble, it would be refused
+        base = shutil.copytree(base, output.parent / "config-only", ignore=shutil.ignore_patterns("*.safetensors"))
     convert.main(Namespace(spec=f"{kind}:{folder}", base=base, output=output, exact=exact, record=record))
     return json.loads((record or output / "convert.json").read_text())
 

@@ -15,6 +15,7 @@ from yardstick.quantize.checkpoint import INDEX, PackedWriter
 from yardstick.quantize.repack import check_read_back, repack_model, shards_of
 from yardstick.report.markdown import table
 from yardstick.sources import KINDS, TensorSource, audit_source, open_source
+from yardstick.sources.hf import HuggingFaceSource
 from yardstick.sources.packed import PackedSource
 from yardstick.sources.safetensors_file import checkpoint_files
 
@@ -32,7 +33,11 @@ def main(arguments) -> None:
         )
     if not arguments.base.is_dir():
         raise YardstickError(f"{arguments.base}: no such folder; --base is the original's Hugging Face folder")
-    config, source = load_config(arguments.base), open_source(arguments.spec)
+    config = load_config(arguments.base)
+    # the original need not be here in full for this; where it is, it helps to read a wrong label
+    weights = [*arguments.base.glob("model.safetensors"), *arguments.base.glob(INDEX)]
+    base = HuggingFaceSource(arguments.base) if weights else None
+    source = open_source(arguments.spec, config.prefix, base)
     expected = expected_tensors(config, source)
     audit_source(source, expected)
     shards = shards_of(config, source)

@@ -27,7 +27,7 @@ def main(arguments) -> None:
     if not arguments.base.is_dir():
         raise YardstickError(f"{arguments.base}: no such folder; --base is the original's Hugging Face folder")
     original = open_folder(arguments.base)
-    source = open_source(arguments.spec, original.config.prefix)
+    source = open_source(arguments.spec, original.config.prefix, original.source)
     factors = dict(all_factors(source, original))
     rows, counts, expected = [], {}, expected_tensors(original.config, source)
     for name in expected:

@@ -10,10 +10,11 @@ from yardstick.sources.base import TensorInfo, TensorSource, audit_source
 __all__ = ["KINDS", "TensorInfo", "TensorSource", "audit_source", "open_source"]
 
 
-def open_source(spec: str, prefix: str = "model.") -> TensorSource:
+def open_source(spec: str, prefix: str = "model.", base: TensorSource | None = None) -> TensorSource:
     """Open `hf:folder`, `packed:folder`, `gguf:file` and so on, by the kinds above.
 
     `prefix` begins the Hugging Face names of the model's tensors, for formats whose files do not hold those names.
+    `base` is the original, where it is at hand, for formats whose labels are known to be wrong at times.
 
     Raises:
         YardstickError: unknown kind, or the file is missing, damaged or of another kind.
@@ -28,4 +29,6 @@ def open_source(spec: str, prefix: str = "model.") -> TensorSource:
         raise YardstickError(f"source {spec}: must be one of {', '.join(k + ':PATH' for k in sorted(KINDS))}")
     module, name = KINDS[kind]
     source = getattr(importlib.import_module(module), name)
+    if kind == "quark":
+        return source(Path(path), base)
     return source(Path(path), prefix) if kind == "gguf" else source(Path(path))

@@ -13,8 +13,8 @@ Layout by Quark's source (export, `Pack_4_bits` and file-to-file quantization; 2
 
 The file-to-file path packed as "order" while it wrote "reorder" into the config (amd/Quark pull request 30, 2026), and
 nothing in such a file tells. Without `base` the label is obeyed. With `base`, the original's source, each int4 matrix
-is decoded both ways and the one nearer to the original is taken, or neither if both look unrelated, as they do when
-rotations or large AWQ factors have been folded into the weights.
+is decoded both ways and the one that is more like the original is taken, or neither if both look unrelated, as they do
+when a rotation has been folded into the weights. Factors of input columns, which AWQ folds in, change nothing.
 
 Other schemes (per channel int4, 2, 3 and 8 bits, MX, FP8 by block, two stages, fake quantization, schemes by layer
 type) are refused by name. Scales of activations and of the KV cache are not used: activations stay as they are here.
@@ -40,7 +40,7 @@ PACK_METHODS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reorder": unpack_interleaved,
     "order": lambda words: unpack_bits(words, 4),
 }
-UNRELATED = 0.7  # relative error; 4 bits give about 0.1, a wrong order 1.2, another matrix 1.4
+RELATED = 0.6  # mean cosine of the columns; 4 bits give about 0.99, a wrong order 0.25, another matrix 0
 COMPARED_GROUPS = 4  # of each row, when the order is looked for
 ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale")
 
@@ -192,6 +192,8 @@ class QuarkSource(FolderSource):
         """The label, or with an original the order that is nearer to it by the first groups of each row."""
         if self._base is None:
             return self._pack_method
+        if name not in self._base.infos():  # a head of its own, where the original ties it to the embedding
+            return self._pack_method
         original = self._base.get(name)
         if tuple(original.shape) != (scales.shape[1], len(words)):
             raise YardstickError(f"{self.path}: tensor {name} has another shape in {self._base.path}")
@@ -231,11 +233,11 @@ def likelier_pack_method(
     group_size: int | None = None,
     signed: bool = False,
 ) -> str:
-    """The `pack_method` by which the words are nearer to the original matrix `base` [out, in], whatever their label.
+    """The `pack_method` by which the words are more like the original matrix `base` [out, in], whatever their label.
 
     Words [in, words of outputs], scales [groups, out], zero points packed like the words, or none; the group size may
-    be left out if the groups are equal. Both orders are decoded; a wrong one keeps two of eight outputs in place and
-    has a relative error near 1.2.
+    be left out if the groups are equal. Both orders are decoded, and the cosine of each input column to the original's
+    is averaged: a wrong order keeps two of eight outputs in place, and a factor of a column does not matter.
 
     Raises:
         YardstickError: neither resembles the original.
@@ -245,12 +247,12 @@ def likelier_pack_method(
             raise YardstickError(f"{len(words)} inputs do not make {len(scales)} equal groups")
         group_size = len(words) // len(scales)
     original = base.float()
-    errors = {}
+    likeness = {}
     for method in PACK_METHODS:
         decoded = dequantize_grouped(words, scales, zeros, group_size, method, signed)
-        errors[method] = float((decoded - original).norm() / original.norm())
-    method = min(errors, key=errors.get)
-    if not errors[method] < UNRELATED:
-        found = ", ".join(f"{error:.2f} as {name}" for name, error in errors.items())
-        raise YardstickError(f"by no pack_method does it resemble the original (relative error {found})")
+        likeness[method] = float(torch.cosine_similarity(decoded, original, dim=0).mean())
+    method = max(likeness, key=likeness.get)
+    if not likeness[method] > RELATED:
+        found = ", ".join(f"{cosine:.2f} as {name}" for name, cosine in likeness.items())
+        raise YardstickError(f"by no pack_method does it resemble the original (mean cosine of columns {found})")
     return method
