@@ -11,6 +11,7 @@ from yardstick.errors import YardstickError
 from yardstick.files import read_json
 from yardstick.sources.base import TensorInfo
 from yardstick.sources.hf import HuggingFaceSource
+from yardstick.sources.kinds import is_size
 
 STORED = "stored.json"
 
@@ -21,13 +22,15 @@ class DecodedSource(HuggingFaceSource):
     def __init__(self, path: Path, digests: dict[str, str] | None = None) -> None:
         super().__init__(path, digests)
         place = self.path / STORED
-        if not place.is_file():
+        if not place.exists():
             return
-        for name, entry in read_json(place, "tensors")["tensors"].items():
+        tensors = read_json(place, "tensors")["tensors"]
+        if not isinstance(tensors, dict):
+            raise YardstickError(f"{place}: tensors must be an object")
+        for name, entry in tensors.items():
             if name not in self._infos:
                 raise YardstickError(f"{place}: tensor {name} is not in the folder")
-            match entry:
-                case {"scheme": str(scheme), "bits": int(bits)} if bits > 0:
-                    self._infos[name] = TensorInfo(self._infos[name].shape, scheme, bits)
-                case _:
-                    raise YardstickError(f"{place}: tensor {name} needs a scheme and its bits (got {entry!r})")
+            scheme, bits = (entry.get("scheme"), entry.get("bits")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(scheme, str) or not is_size(bits):
+                raise YardstickError(f"{place}: tensor {name} needs a scheme and its bits (got {entry!r})")
+            self._infos[name] = TensorInfo(self._infos[name].shape, scheme, bits)
