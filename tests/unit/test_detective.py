@@ -70,3 +70,27 @@ def test_smoothing_is_recovered_from_the_norm(zero_centred):
     finding = inspect_tensor(noisy(weights * factors, 0.05), weights, found)
     assert finding.verdict == "smoothed" and finding.error > 0.3 and finding.detail.startswith("error 0.0")
     assert smoothing_factors(base_norm, base_norm, zero_centred) is None
+
+
+def test_factors_that_no_norm_tells_are_fitted():
+    """Columns, rows, or both, under a little noise; a quantized matrix is not called scaled, nor is another matrix."""
+    base = torch.randn(64, 48)
+    columns, rows = 2.0 ** torch.linspace(-1, 1, 48), 2.0 ** torch.linspace(-2, 0, 64)[:, None]
+    noisy = base + 0.05 * torch.randn(64, 48)
+    for candidate, sides in (
+        (noisy * columns, "0.5 to 2 of its columns"),
+        (noisy * rows, "0.25 to 1 of its rows"),
+        (noisy * columns * rows, "of its columns and"),
+    ):
+        found = inspect_tensor(candidate, base)
+        assert found.verdict == "scaled"
+        assert 0.03 < float(found.detail.split()[1]) < 0.06
+        low, high = (float(x) for x in found.detail.split("factors ")[1].split(" of its")[0].split(" to "))
+        if "and" not in sides:
+            expected = [float(x) for x in sides.split(" of")[0].split(" to ")]
+            assert low == pytest.approx(expected[0], rel=0.1) and high == pytest.approx(expected[1], rel=0.1)
+        assert sides.partition(" of ")[2] in found.detail
+    assert inspect_tensor(noisy, base).verdict == "quantized"
+    assert inspect_tensor(torch.randn(64, 48), base).verdict == "unrelated"
+    assert inspect_tensor(-base, base).verdict == "unrelated"
+    assert inspect_tensor(base[:1] * columns, base[:1]).verdict != "scaled"  # one row fits anything

@@ -29,12 +29,15 @@ def main(arguments) -> None:
     original = open_folder(arguments.base)
     source = open_source(arguments.spec, original.config.prefix, original.source)
     factors = dict(all_factors(source, original))
-    rows, counts, expected = [], {}, expected_tensors(original.config, source)
+    expected = expected_tensors(original.config, source)
+    findings = {name: inspect_one(name, source, original, factors) for name in expected if name in source.infos()}
+    explain_norms(findings, original)
+    rows, counts = [], {}
     for name in expected:
-        if name not in source.infos():
+        if name not in findings:
             rows.append([name, "–", "–", "–", "missing", ""])
             continue
-        info, finding = source.infos()[name], inspect_one(name, source, original, factors)
+        info, finding = source.infos()[name], findings[name]
         counts[finding.verdict] = counts.get(finding.verdict, 0) + 1
         bits = f"{info.bits / info.numel:.3f}"
         rows.append([name, info.scheme, bits, f"{finding.error:.4f}", finding.verdict, finding.detail])
@@ -50,6 +53,19 @@ def inspect_one(name: str, source: TensorSource, original: Original, factors: di
     stored = original.config.head_name if name == head_name(source, original.config) else name
     base = original.source.get(stored if stored in original.source.infos() else name)
     return inspect_tensor(source.get(name), base, factors.get(name))
+
+
+def explain_norms(findings: dict[str, Finding], original: Original) -> None:
+    """A norm whose change is undone in the matrices after it is smoothed, whatever its own error."""
+    config = original.config
+    for layer in range(config.num_layers):
+        for norm, readers in AFTER_NORM.items():
+            name = config.layer_name(layer, norm)
+            after = [findings.get(config.layer_name(layer, f"{matrix}.weight")) for matrix in readers]
+            smoothed = [finding for finding in after if finding and finding.verdict == "smoothed"]
+            if name in findings and smoothed:
+                detail = "its factors are undone in the matrices that read it"
+                findings[name] = Finding(findings[name].error, "smoothed", detail)
 
 
 def all_factors(source: TensorSource, original: Original) -> Iterator[tuple[str, object]]:

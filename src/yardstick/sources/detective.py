@@ -11,6 +11,8 @@ import torch
 
 SAME, PLAIN, UNRELATED = 0.0, 2.0**-8, 0.5  # relative errors: equal, rounding of a 16-bit type, nothing in common
 ROWS_AT_ONCE = 2048
+FITTED = 8  # rows or columns from which a least-squares factor is taken for one
+SIDES = ("rows", "columns")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ def inspect_tensor(candidate: torch.Tensor, base: torch.Tensor, factors: torch.T
             low, high = float(factors.min()), float(factors.max())
             detail = f"error {undone:.4f} with factors {low:.3g} to {high:.3g} of the norm undone"
             return Finding(error, "smoothed", detail)
+    scaled = find_scales(candidate, base, error)
+    if scaled:
+        return Finding(error, "scaled", scaled)
     verdict = judge(error)
     if verdict != "unrelated" or base.ndim > 2:
         return Finding(error, verdict)
@@ -63,13 +68,39 @@ def inspect_tensor(candidate: torch.Tensor, base: torch.Tensor, factors: torch.T
             continue
         after = relative_error(candidate, base.index_select(axis, order))
         if after < UNRELATED:
-            side = "rows" if axis == 0 else "columns"
-            return Finding(error, "permuted", f"{side}: {describe(order)}; error {after:.4f} with it undone")
+            return Finding(error, "permuted", f"{SIDES[axis]}: {describe(order)}; error {after:.4f} with it undone")
     if base.ndim == 2 and base.shape[0] == base.shape[1]:
         after = relative_error(candidate.T, base)
         if after < UNRELATED:
             return Finding(error, "transposed", f"error {after:.4f} with it undone")
     return Finding(error, verdict)
+
+
+def find_scales(candidate: torch.Tensor, base: torch.Tensor, error: float) -> str | None:
+    """Factors of columns, of rows, or of both that explain most of an error, in words; None if there are none.
+
+    Smoothing leaves them between matrices that no norm joins, such as the rows of up_proj and the columns of down_proj.
+    A factor is the least-squares one, sum(w b) / sum(b b); a matrix needs enough rows that a fit says something.
+    """
+    if base.ndim != 2 or min(base.shape) < FITTED or error <= PLAIN:
+        return None
+    best, found = 0.5 * error, None
+    for axes in ((1,), (0,), (1, 0, 1, 0)):
+        undone, total = candidate, {axis: torch.ones(base.shape[axis]) for axis in axes}
+        for axis in axes:
+            squares = base.square().sum(1 - axis).clamp_min(1e-30)
+            factors = (undone * base).sum(1 - axis) / squares
+            if not bool((factors > 0).all()):
+                break
+            undone = undone / factors.unsqueeze(1 - axis)
+            total[axis] = total[axis] * factors
+        else:
+            after = relative_error(undone, base)
+            if after < best:
+                best = 0.9 * after  # two sides have to do better than one
+                parts = [f"{float(total[a].min()):.3g} to {float(total[a].max()):.3g} of its {SIDES[a]}" for a in total]
+                found = f"error {after:.4f} with factors {' and '.join(parts)} undone"
+    return found
 
 
 def find_permutation(candidate: torch.Tensor, base: torch.Tensor, axis: int) -> torch.Tensor | None:
