@@ -143,7 +143,7 @@ def test_the_command_prints_every_step_and_refuses_a_disk_that_is_too_small(caps
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**11))
     code, out, err = run(capsys, *arguments)
     assert code == 1 and "| run the original |" in out
-    assert err.startswith("yardstick: plan: the experiment still needs 188.") and "has 100.00 GB free" in err
+    assert err.startswith("yardstick: plan: the experiment still needs 208.") and "has 100.00 GB free" in err
 
 
 def test_wrong_input_of_the_plan(capsys, tmp_path):
