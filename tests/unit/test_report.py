@@ -8,7 +8,7 @@ from yardstick.errors import YardstickError
 from yardstick.evaluate.positions import COLUMNS, write_positions
 from yardstick.evaluate.statistics import summarize
 from yardstick.files import write_json
-from yardstick.report.document import write_record
+from yardstick.report.document import unquantized_lines, write_record
 from yardstick.report.markdown import fidelity_table, figure, not_measured_line
 from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
 from yardstick.report.recorded import recorded_section
@@ -38,6 +38,7 @@ def write_candidate(folder, name, kl, failed=None, chunks=4):
         "failed": failed,
         "bits_per_weight": {"body": 4.25, "head": 4.25, "all": 4.25, "file_bytes": 1000},
         "schemes": {"int4-g128": 7},
+        "unquantized": [f"layers.{i}.weight" for i in range(8)] if name == "rival" else [],
         "recipe": {"candidate": {"method": "rtn"}, "evaluate": {"forward": "yardstick", "dtype": "float32"}},
         "provenance": proof,
     }
@@ -97,6 +98,14 @@ def test_figures_do_not_round_a_floor_to_zero():
     assert figure(0.0232) == "0.0232"
     assert figure(6e-11) == "6.0e-11"
     assert figure(0.0) == "0.0000"
+
+
+def test_matrices_that_stay_plain_are_named(results):
+    loaded = load_results(results, "m", RECIPE)
+    heading, names = unquantized_lines(loaded)
+    assert "Left unquantized" in heading
+    six = ", ".join(f"`layers.{i}.weight`" for i in range(6))
+    assert names == f"- `rival`: {six} and 2 more\n"
 
 
 def test_recorded_figures_stand_beside_measured_ones(results, tmp_path):

@@ -115,6 +115,8 @@ def test_a_new_variant_is_four_lines_of_config_and_one_target(tree):
     bits = summary(tree, "rtn-kept")["bits_per_weight"]
     assert bits["head"] == 16.0 and 4.5 < bits["body"] < 16.0
     assert summary(tree, "rtn-kept")["schemes"] == {"bf16": 3, "int4-g64": 12}
+    kept = [f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(2)] + ["model.embed_tokens.weight"]
+    assert summary(tree, "rtn-kept")["unquantized"] == kept
 
 
 def kill_group(tree, seconds):

@@ -8,7 +8,7 @@ import torch
 from yardstick.cli.common import parser, run_step
 from yardstick.corpora.load import EvaluationWindows, load_windows
 from yardstick.errors import YardstickError
-from yardstick.evaluate.bits import bits_per_weight, schemes
+from yardstick.evaluate.bits import bits_per_weight, schemes, unquantized
 from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault, tile_count
 from yardstick.evaluate.positions import positions_frame, write_positions
 from yardstick.evaluate.reference import STATES, load_states
@@ -68,6 +68,7 @@ def main(arguments) -> None:
             "failed": fault and describe(fault, windows, length),
             "bits_per_weight": bits_per_weight(source, config),
             "schemes": schemes(source, config),
+            "unquantized": unquantized(source, config),
             "vocabulary": vocabulary,
             "recipe": arguments.recipe,
             "provenance": {

@@ -2,7 +2,8 @@
 
 from yardstick.models.config import ModelConfig
 from yardstick.models.prefill import head_name
-from yardstick.sources.base import TensorSource
+from yardstick.sources.base import TensorInfo, TensorSource
+from yardstick.sources.hf import PLAIN
 
 
 def bits_per_weight(source: TensorSource, config: ModelConfig) -> dict[str, float]:
@@ -28,8 +29,20 @@ def bits_per_weight(source: TensorSource, config: ModelConfig) -> dict[str, floa
 
 def schemes(source: TensorSource, config: ModelConfig) -> dict[str, int]:
     """How many of the measured matrices are stored in which scheme."""
-    infos = source.infos()
     counts: dict[str, int] = {}
-    for name in [*config.body_matrices(), head_name(source, config)]:
-        counts[infos[name].scheme] = counts.get(infos[name].scheme, 0) + 1
+    for info in _measured(source, config).values():
+        counts[info.scheme] = counts.get(info.scheme, 0) + 1
     return dict(sorted(counts.items()))
+
+
+def unquantized(source: TensorSource, config: ModelConfig) -> list[str]:
+    """Measured matrices that a quantized checkpoint stores as plain floats; none where it stores all of them so."""
+    measured = _measured(source, config)
+    plain = [name for name, info in measured.items() if info.scheme.upper() in PLAIN]
+    return plain if len(plain) < len(measured) else []
+
+
+def _measured(source: TensorSource, config: ModelConfig) -> dict[str, TensorInfo]:
+    """The matrices of all layers and the head; a tied one under the name of the embedding."""
+    infos = source.infos()
+    return {name: infos[name] for name in [*config.body_matrices(), head_name(source, config)]}

@@ -60,7 +60,7 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[s
     parts += ["### By corpus\n", corpus_table(results) + "\n"]
     parts += ["### By confidence of the original\n", bucket_table(results, "confidence", "p1") + "\n"]
     parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
-    parts += ["### What is stored\n", storage_table(results) + "\n"]
+    parts += ["### What is stored\n", storage_table(results) + "\n", *unquantized_lines(results)]
     parts += ["### Quantizers on their calibration data\n", *calibration_section(results, folder)]
     parts += ["### Corpora\n", corpora_table(corpora) + "\n"]
     parts += ["### Provenance\n", provenance_table(results) + "\n"]
@@ -126,6 +126,17 @@ def storage_table(results: ModelResults) -> str:
         size = f"{bits['file_bytes'] / 1e6:.1f}"
         rows.append([row_name(row, results), names, *(f"{bits[p]:.3f}" for p in ("body", "head", "all")), size])
     return table(header, rows, left=2)
+
+
+def unquantized_lines(results: ModelResults, most: int = 6) -> list[str]:
+    """Which matrices a candidate leaves as they are: they count in its bits, and in its KL."""
+    lines = []
+    for row in results.rows:
+        names = row.summary.get("unquantized") or []
+        if names:
+            more = f" and {len(names) - most} more" if len(names) > most else ""
+            lines.append(f"- `{row.name}`: {', '.join(f'`{name}`' for name in names[:most])}{more}")
+    return ["Left unquantized (all names are in summary.json):\n", "\n".join(lines) + "\n"] if lines else []
 
 
 def calibration_section(results: ModelResults, folder: Path) -> list[str]:

@@ -74,6 +74,9 @@ def what_it_is(summary: dict, record: dict) -> list[str]:
     settings = {key: value for key, value in recipe.items() if key not in ("method", "kind")}
     stored = ", ".join(f"{scheme} ({count} matrices)" for scheme, count in summary["schemes"].items())
     lines = [f"A quantized checkpoint, {ORIGINS.get(kind, f'made by {kind}')}. Stored as: {stored}.\n"]
+    plain = summary.get("unquantized") or []
+    if plain:
+        lines.append(f"Not quantized: {', '.join(f'`{name}`' for name in plain)}.\n")
     rows = [[f"`{key}`", shown(value)] for key, value in sorted(settings.items())]
     if rows:
         lines += [table(["setting", "value"], rows, left=2) + "\n"]
