@@ -127,7 +127,9 @@ def threads():
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("convert") / "base", "qwen2", tied=True)
+    folder = write_tiny_model(tmp_path_factory.mktemp("convert") / "base", "qwen2", tied=True)
+    shutil.copytree(folder, folder.parent / "config-only", ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
 
 
 def random_module(rng, rows, out, groups, dtype, zeros):
@@ -157,8 +159,9 @@ def write_candidate(folder, base, name, size_of=lambda module: 32, change=None, 
 
 
 def run_convert(kind, folder, base, output, exact=False, record=None):
-    if kind == "quark":  # with the original's weights, which these codes do not resemble, it would be refused
-        base = shutil.copytree(base, output.parent / "config-only", ignore=shutil.ignore_patterns("*.safetensors"))
+    # these codes do not resemble the original, so with its weights beside the config they would be refused
+    if kind in ("quark", "gptq") and base.name == "base":
+        base = base.parent / "config-only"
     convert.main(Namespace(spec=f"{kind}:{folder}", base=base, output=output, exact=exact, record=record))
     return json.loads((record or output / "convert.json").read_text())
 

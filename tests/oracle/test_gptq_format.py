@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 
 from tests.unit.test_unpack_bits import pack
 from yardstick.errors import YardstickError
+from yardstick.sources import open_source
 from yardstick.sources.gptq import GptqSource
+from yardstick.sources.hf import HuggingFaceSource
 
 PLAIN = {"quant_method": "gptq", "bits": 4, "group_size": 4, "sym": False, "desc_act": False}
 
@@ -74,6 +76,30 @@ def test_b1_a_symmetric_checkpoint_that_contradicts_its_field_stops(tmp_path, bi
     )
     with pytest.raises(YardstickError, match=message):
         source.get("m.weight")
+
+
+@pytest.mark.parametrize(("field", "minus", "sign"), [("gptq", 0, "-"), ("gptq_v2", 1, r"\+"), (None, 0, "-")])
+def test_b1_the_original_tells_of_asymmetric_zero_points(tmp_path, field, minus, sign):
+    """300 outputs, so not all of them are looked at; factors of AWQ change nothing."""
+    rng = np.random.default_rng(8)
+    codes, zeros = rng.integers(0, 16, (32, 300)), rng.integers(4, 12, (4, 300))
+    scales, g_idx = rng.uniform(0.5, 2, (4, 300)), (np.arange(32) // 8).tolist()
+    weights = expected(codes, zeros, scales, g_idx)
+    factors = torch.tensor(2.0 ** rng.uniform(-1, 1, (1, 32)))
+    (tmp_path / "base").mkdir()
+    original = (weights + torch.randn(300, 32) * 0.3) / factors
+    save_file({"m.weight": original.bfloat16()}, tmp_path / "base" / "model.safetensors")
+    base = HuggingFaceSource(tmp_path / "base")
+    settings = PLAIN | {"group_size": 8} | ({"checkpoint_format": field} if field else {})
+    (tmp_path / "gptq").mkdir()
+    folder = write_checkpoint(tmp_path / "gptq", settings, module(codes, zeros, scales, minus=minus))
+    message = (
+        f"tensor m.qzeros: by format {field or 'gptq'} the weights lie {sign}(0.9|1.0). steps beside the original's"
+    )
+    with pytest.raises(YardstickError, match=message):
+        open_source(f"gptq:{folder}", base=base).get("m.weight")
+    right = write_checkpoint(tmp_path / "gptq", settings, module(codes, zeros, scales, minus=1 - minus))
+    assert torch.equal(open_source(f"gptq:{right}", base=base).get("m.weight"), weights)
 
 
 def test_b2_a_zero_point_of_zero_wraps(tmp_path):

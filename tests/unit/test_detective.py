@@ -94,3 +94,13 @@ def test_factors_that_no_norm_tells_are_fitted():
     assert inspect_tensor(torch.randn(64, 48), base).verdict == "unrelated"
     assert inspect_tensor(-base, base).verdict == "unrelated"
     assert inspect_tensor(base[:1] * columns, base[:1]).verdict != "scaled"  # one row fits anything
+
+
+def test_zero_points_that_are_one_off_are_a_shift():
+    base, steps = torch.randn(24, 96), torch.rand(24, 3) * 0.2 + 0.3
+    steps = steps.repeat_interleave(32, dim=1)
+    codes = (base / steps).round() + 8
+    assert inspect_tensor((codes - 8) * steps, base).verdict == "quantized"
+    found = inspect_tensor((codes - 7) * steps, base)
+    assert found.verdict == "shifted" and "are zero points one off?" in found.detail
+    assert float(found.detail.split()[1]) == pytest.approx(0.115, abs=0.02)  # a step of 0.4 over sqrt(12)

@@ -29,6 +29,6 @@ def open_source(spec: str, prefix: str = "model.", base: TensorSource | None = N
         raise YardstickError(f"source {spec}: must be one of {', '.join(k + ':PATH' for k in sorted(KINDS))}")
     module, name = KINDS[kind]
     source = getattr(importlib.import_module(module), name)
-    if kind == "quark":
+    if kind in ("quark", "gptq"):
         return source(Path(path), base)
     return source(Path(path), prefix) if kind == "gguf" else source(Path(path))

@@ -11,6 +11,7 @@ import torch
 
 SAME, PLAIN, UNRELATED = 0.0, 2.0**-8, 0.5  # relative errors: equal, rounding of a 16-bit type, nothing in common
 ROWS_AT_ONCE = 2048
+STRETCH = 16  # columns of one group, whatever its size
 FITTED = 8  # rows or columns from which a least-squares factor is taken for one
 SIDES = ("rows", "columns")
 
@@ -59,6 +60,9 @@ def inspect_tensor(candidate: torch.Tensor, base: torch.Tensor, factors: torch.T
     scaled = find_scales(candidate, base, error)
     if scaled:
         return Finding(error, "scaled", scaled)
+    shifted = find_shift(candidate, base, error)
+    if shifted:
+        return Finding(error, "shifted", shifted)
     verdict = judge(error)
     if verdict != "unrelated" or base.ndim > 2:
         return Finding(error, verdict)
@@ -101,6 +105,22 @@ def find_scales(candidate: torch.Tensor, base: torch.Tensor, error: float) -> st
                 parts = [f"{float(total[a].min()):.3g} to {float(total[a].max()):.3g} of its {SIDES[a]}" for a in total]
                 found = f"error {after:.4f} with factors {' and '.join(parts)} undone"
     return found
+
+
+def find_shift(candidate: torch.Tensor, base: torch.Tensor, error: float) -> str | None:
+    """A constant that all weights of a stretch of a row are beside the original's, in words; None if there is none.
+
+    Zero points that are one off do that: each group of columns is off by its scale.
+    """
+    if base.ndim != 2 or base.shape[1] < STRETCH or error <= PLAIN:
+        return None
+    width = base.shape[1] // STRETCH * STRETCH
+    difference = (candidate - base)[:, :width].unflatten(1, (-1, STRETCH))
+    rest = difference - difference.mean(2, keepdim=True)
+    after = float(rest.norm(dtype=torch.float64) / base[:, :width].norm(dtype=torch.float64).clamp_min(1e-30))
+    if after >= 0.5 * error:
+        return None
+    return f"error {after:.4f} without the mean of every {STRETCH} columns; are zero points one off?"
 
 
 def find_permutation(candidate: torch.Tensor, base: torch.Tensor, axis: int) -> torch.Tensor | None:

@@ -21,7 +21,8 @@ What a stored zero point means depends on `checkpoint_format`:
   field at a time since. Symmetric files show which; asymmetric ones do not, and are refused.
 
 A symmetric checkpoint has half the range as every zero point (8 of four bits). One that has not under its own
-`checkpoint_format` stops here: some writers put zero points as they are under the label `gptq`.
+`checkpoint_format` stops here: some writers put zero points as they are under the label `gptq`. Of an asymmetric one
+the original tells, where it is at hand.
 
 `dynamic` of GPTQModel overrides settings by module: the first pattern that matches wins, `-:` means not quantized.
 Formats made for kernels (marlin, bitblas, exllama, GPTQModel's planar `gptq_p`) are refused by name, as are adapters,
@@ -29,11 +30,13 @@ rotations and words of another size.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from yardstick.errors import YardstickError
+from yardstick.sources.base import TensorSource
 from yardstick.sources.folder import FolderSource, Stored, matches, object_at, stored_shape, unpack_bits
 from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
 from yardstick.sources.kinds import flag, is_size
@@ -43,6 +46,7 @@ VERSIONS = ("gptq", "gptq_v2")
 SCALES = ("F16", "BF16", "F32")
 # what GPTQModel adds to the words of `qzeros`, by their position: one for each field, at 3 bits in its old order
 WORDS_OF_ONES = {2: (0x55555555,), 3: (0x24924924, 0x92492492, 0x49249249), 4: (0x11111111,), 8: (0x01010101,)}
+CHECKED, MOST_SHIFT = 256, 0.5  # rows that are held against the original; steps, of which a wrong format makes one
 COLUMNS = 256  # decoded at a time: the codes of a whole matrix take several times its own size
 
 
@@ -60,7 +64,14 @@ class _Layout:
 
 
 class GptqSource(FolderSource):
-    """A GPTQ checkpoint: quantized matrices as fp32 [out, in], biases and the rest as stored."""
+    """A GPTQ checkpoint: quantized matrices as fp32 [out, in], biases and the rest as stored.
+
+    With `base`, the original's source, asymmetric zero points that follow another format than the one named are found.
+    """
+
+    def __init__(self, path: Path, base: TensorSource | None = None) -> None:
+        self._base = base
+        super().__init__(path)
 
     def quantized(self) -> dict[str, Stored]:
         self._version, self._layouts = self._checkpoint_format(), {}
@@ -158,7 +169,27 @@ class GptqSource(FolderSource):
     def _decode(self, module: str, layout: _Layout) -> torch.Tensor:
         scales = self.reader.tensor(f"{module}.scales").float()
         zeros, g_idx = self._zeros(module, layout).float(), self._g_idx(module, layout)
-        return dequantize(self.reader.tensor(f"{module}.qweight"), scales, zeros, g_idx, layout.bits)
+        weight = dequantize(self.reader.tensor(f"{module}.qweight"), scales, zeros, g_idx, layout.bits)
+        if self._base is not None and not layout.sym and f"{module}.weight" in self._base.infos():
+            self._check_zeros(module, weight[:CHECKED], scales.T[:CHECKED, g_idx])
+        return weight
+
+    def _check_zeros(self, module: str, weight: torch.Tensor, steps: torch.Tensor) -> None:
+        """Refuse zero points that are one off: every weight then lies a step beside the original's, on average.
+
+        Raises:
+            YardstickError: they are. Factors that smoothing folded in leave the average where it is.
+        """
+        original, used = self._base.rows(f"{module}.weight")[:CHECKED].float(), steps > 0
+        if original.shape != weight.shape:
+            raise YardstickError(f"{self.path}: tensor {module}.weight has another shape in {self._base.path}")
+        shift = float(((weight - original)[used] / steps[used]).double().mean())
+        if abs(shift) > MOST_SHIFT:
+            other = next(version for version in VERSIONS if version != self._version)
+            raise YardstickError(
+                f"{self.path}: tensor {module}.qzeros: by format {self._version} the weights lie {shift:+.2f} steps "
+                f"beside the original's on average; if they are of format {other}, correct checkpoint_format"
+            )
 
     def integers(self, name: str) -> Integers:
         """The stored integers of a 4-bit matrix.
