@@ -140,7 +140,7 @@ def read_config(path: Path) -> dict:
 
 
 def extended(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with what it extends: its own keys win, mappings are merged.
+    """A config with what it extends: its own keys win, mappings are merged, and an entry that is null is taken out.
 
     Raises:
         YardstickError: the other config cannot be read, or extends a third one.
@@ -149,18 +149,22 @@ def extended(config: dict[str, Any]) -> dict[str, Any]:
     if "extends" not in config:
         return config
     path = config.pop("extends")
-    if not isinstance(path, str):
-        raise YardstickError(f"config: extends: must be a path (got {path!r})")
+    if not isinstance(path, str) or not Path(path).is_file():
+        raise YardstickError(f"config: extends: {path!r}: no such file (the path is relative to where you are)")
     base = read_config(Path(path))
     if "extends" in base:
-        raise YardstickError(f"config: extends: {path} extends a config itself")
+        raise YardstickError(f"config: extends: {path} has a key extends too; only one step is followed")
     return _merged(base, config)
 
 
 def _merged(base: Any, own: Any) -> Any:
     if not (isinstance(base, dict) and isinstance(own, dict)):
         return own
-    return base | {key: _merged(base.get(key), value) for key, value in own.items()}
+    if any(key in own and own[key] != base.get(key) for key in ("kind", "method")):
+        return own  # made in another way, with other keys
+    taken_out = {key for key, value in own.items() if value is None and isinstance(base.get(key), dict)}
+    merged = base | {key: _merged(base.get(key), value) for key, value in own.items()}
+    return {key: value for key, value in merged.items() if key not in taken_out}
 
 
 def load_experiment(config: dict[str, Any]) -> Experiment:
@@ -193,7 +197,8 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         if unknown:
             known = ", ".join(experiment.models)
             raise YardstickError(f"config: rivals.{name}.models: there is no model {unknown[0]} (known: {known})")
-        if rival["kind"] == "made" and not (TOOLS / rival["tool"] / "make.py").is_file():
+        files = ("make.py", "requirements.txt")
+        if rival["kind"] == "made" and not all((TOOLS / rival["tool"] / file).is_file() for file in files):
             known = ", ".join(sorted(path.parent.name for path in TOOLS.glob("*/make.py")))
             raise YardstickError(f"config: rivals.{name}.tool: there is no tool {rival['tool']} (known: {known})")
         if rival["kind"] == "exported" and rival["variant"] not in experiment.variants:

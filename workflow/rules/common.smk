@@ -78,6 +78,12 @@ def calibration_sequences(wildcards):
     return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
 
 
+def stamps(paths):
+    """Sizes and times of files: one that is replaced by an older one is seen too."""
+    found = [(path, os.stat(path)) for path in paths if os.path.exists(path)]
+    return as_json({path: [stat.st_size, stat.st_mtime_ns] for path, stat in found})
+
+
 def local_rival(wildcards):
     """Files of a rival that lies on this machine."""
     path = Path(EXPERIMENT.rivals[wildcards.rival].get("path", ""))

@@ -16,6 +16,7 @@ rule retrieve_model:
         mem_mb=2500,
     params:
         recipe=lambda w: as_json(EXPERIMENT.model_recipe(w.model)),
+        files=lambda w: stamps(local_files(w)),
     message:
         "Fetching the model {wildcards.model}"
     shell:

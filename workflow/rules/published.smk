@@ -49,6 +49,7 @@ rule find_rival:
         mem_mb=1000,
     params:
         recipe=lambda w: as_json(EXPERIMENT.recipe(w.rival)),
+        files=lambda w: stamps(local_rival(w)),
     message:
         "Looking at the rival {wildcards.rival} of {wildcards.model}"
     shell:

@@ -7,7 +7,7 @@ import torch
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
+from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from yardstick.models.config import load_config
 from yardstick.models.prefill import expected_tensors
 from yardstick.provenance import code_digest, package_versions
@@ -37,13 +37,13 @@ def main(arguments) -> None:
     # the original need not be here in full for this; where it is, it helps to read a wrong label
     weights = [*arguments.base.glob("model.safetensors"), *arguments.base.glob(INDEX)]
     base = HuggingFaceSource(arguments.base) if weights else None
-    source = open_source(arguments.spec, config.prefix, base)
+    source = open_source(arguments.spec, config, base)
     expected = expected_tensors(config, source)
     audit_source(source, expected)
     shards = shards_of(config, source)
-    require_new(arguments.output, shards)
-
     recipe = {"method": "convert", "kind": kind, "exact": arguments.exact}
+    record_path = arguments.record or arguments.output / RECORD
+    require_new(arguments.output, shards, recipe, record_path)
     files = {path.name: sha256_file(path) for path in [source.path / "config.json", *checkpoint_files(source.path)]}
     inputs = {"candidate": sha256_text(canonical_json(files)), "config": sha256_file(arguments.base / "config.json")}
     code = code_digest("yardstick.cli.convert", KINDS[kind][0])
@@ -56,19 +56,23 @@ def main(arguments) -> None:
     audit_source(packed, expected_tensors(config, packed))
     check_read_back(source, packed, list(expected), reports)
     record = {**proof, "files": files, "versions": package_versions(), "tensors": reports}
-    write_json(arguments.record or arguments.output / RECORD, record)
+    write_json(record_path, record)
     show(reports, source)
 
 
-def require_new(output: Path, shards: dict[str, list[str]]) -> None:
-    """Refuse a folder that holds something else than a conversion that was stopped.
+def require_new(output: Path, shards: dict[str, list[str]], recipe: dict, record: Path) -> None:
+    """Refuse a folder that holds something else than a conversion that was stopped, be it in its last check.
 
     Raises:
         YardstickError: it does.
     """
     ours = {f"{shard}.safetensors" for shard in shards}
     found = [path.name for path in sorted(output.glob("*.safetensors")) if path.name not in ours]
-    if found or (output / INDEX).exists():
+    whole = (output / INDEX).exists()
+    if whole and not record.exists():
+        metadata = read_json(output / INDEX).get("metadata") or {}
+        whole = (metadata.get("yardstick") or {}).get("recipe") != recipe
+    if found or whole:
         raise YardstickError(
             f"{output}: holds a checkpoint already ({(found or [INDEX])[0]}); --output is a new folder"
         )

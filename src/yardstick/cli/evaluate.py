@@ -98,7 +98,7 @@ def open_candidate(kind: str, checkpoint: Path | None, original: Original) -> Te
         place = candidate_path(kind, *checked_files(checkpoint))
     else:  # our own checkpoints are named by their index, which holds the digests
         place = checkpoint.parent
-    return open_source(f"{kind}:{place}", original.config.prefix, original.source)
+    return open_source(f"{kind}:{place}", original.config, original.source)
 
 
 def run_forward(

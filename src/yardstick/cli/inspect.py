@@ -27,7 +27,7 @@ def main(arguments) -> None:
     if not arguments.base.is_dir():
         raise YardstickError(f"{arguments.base}: no such folder; --base is the original's Hugging Face folder")
     original = open_folder(arguments.base)
-    source = open_source(arguments.spec, original.config.prefix, original.source)
+    source = open_source(arguments.spec, original.config, original.source)
     factors = dict(all_factors(source, original))
     expected = expected_tensors(original.config, source)
     findings = {name: inspect_one(name, source, original, factors) for name in expected if name in source.infos()}
@@ -36,6 +36,7 @@ def main(arguments) -> None:
     for name in expected:
         if name not in findings:
             rows.append([name, "–", "–", "–", "missing", ""])
+            counts["missing"] = counts.get("missing", 0) + 1
             continue
         info, finding = source.infos()[name], findings[name]
         counts[finding.verdict] = counts.get(finding.verdict, 0) + 1
@@ -43,7 +44,9 @@ def main(arguments) -> None:
         rows.append([name, info.scheme, bits, f"{finding.error:.4f}", finding.verdict, finding.detail])
     for name in sorted(set(source.infos()) - set(expected)):
         reason = source.ignored().get(name)
-        rows.append([name, source.infos()[name].scheme, "–", "–", "ignored" if reason else "left over", reason or ""])
+        verdict = "ignored" if reason else "left over"
+        rows.append([name, source.infos()[name].scheme, "–", "–", verdict, reason or ""])
+        counts[verdict] = counts.get(verdict, 0) + 1
     print(table(["tensor", "scheme", "bits", "relative error", "verdict", "detail"], rows, left=2))
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())), file=sys.stderr)
 

@@ -23,7 +23,7 @@ def main(arguments) -> None:
     modules = ["yardstick.cli.retrieve_rival"]
     if recipe["format"] not in DECODED_BY:  # such a one is checked when its weights have been spelled out
         path = candidate_path(recipe["format"], folder, list(names))
-        source = open_source(f"{recipe['format']}:{path}", original.config.prefix, original.source)
+        source = open_source(f"{recipe['format']}:{path}", original.config, original.source)
         audit_source(source, expected_tensors(original.config, source))
         modules.append(KINDS[recipe["format"]][0])
     write_rival(

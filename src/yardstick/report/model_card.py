@@ -71,7 +71,7 @@ def checkpoint_digests(folder: Path, summary: dict) -> dict[str, str]:
 def what_it_is(summary: dict, record: dict) -> list[str]:
     recipe = record["recipe"]
     kind = recipe.get("method") or recipe.get("kind")
-    settings = {key: value for key, value in recipe.items() if key not in ("method", "kind")}
+    settings = {key: value for key, value in recipe.items() if key not in ("method", "kind") and value != {}}
     stored = ", ".join(f"{scheme} ({count} matrices)" for scheme, count in summary["schemes"].items())
     lines = [f"A quantized checkpoint, {ORIGINS.get(kind, f'made by {kind}')}. Stored as: {stored}.\n"]
     plain = summary.get("unquantized") or []

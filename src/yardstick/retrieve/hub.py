@@ -57,6 +57,11 @@ def download(
     if not names or unsafe:
         fault = f"lists a file outside its folder ({unsafe[0]})" if unsafe else f"holds no file {', '.join(patterns)}"
         raise YardstickError(f"{what}: {origin} {fault}")
+    unused = sorted(set(pins or {}) - set(names))
+    if unused:
+        raise YardstickError(
+            f"{what}: sha256 pins {unused[0]}, which is not among the files ({', '.join(names)[:200]})"
+        )
     digests = {}
     for name in names:
         path, pin, fault = folder / name, (pins or {}).get(name), None

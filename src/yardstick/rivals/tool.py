@@ -9,7 +9,7 @@ from pathlib import Path
 from yardstick.errors import YardstickError
 from yardstick.files import atomic_folder, canonical_json
 
-SHOWN = 160
+SHOWN, LINES = 160, 400  # characters of a message; lines of output that are kept to find it
 # runs inside the tool's environment, where nothing of ours can be imported
 LAUNCH = """
 import importlib.util, json, sys
@@ -49,14 +49,23 @@ def run_tool(
             errors="replace",
             env=inherited | quiet | offline | threads,
         )
-        last = ""
+        lines = []
         for line in process.stdout:
             print(line.rstrip(), file=sys.stderr)
-            last = line.strip() or last
+            lines = [*lines[-LINES:], line.rstrip()]
         if process.wait():
-            raise YardstickError(f"{what}: {script.parent.name} failed ({last[:SHOWN]})")
+            raise YardstickError(f"{what}: {script.parent.name} failed ({last_word(lines)[:SHOWN]})")
         if not any(temporary.glob("*.safetensors")) and not any(temporary.glob("*.pt")):
             raise YardstickError(f"{what}: {script.parent.name} wrote no weights")
+
+
+def last_word(lines: list[str]) -> str:
+    """What a tool said when it failed: the first line of the exception after the last traceback, or its last line."""
+    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    after = lines[starts[-1] + 1 :] if starts else []
+    raised = [line for line in after if line.strip() and not line.startswith(" ")]
+    said = [line.strip() for line in lines if line.strip()]
+    return raised[0] if raised else said[-1] if said else "no message"
 
 
 def tool_versions(environment: Path) -> dict[str, str]:

@@ -5,16 +5,18 @@ from pathlib import Path
 
 from yardstick.errors import YardstickError
 from yardstick.formats import DECODED_BY, KINDS
+from yardstick.models.config import ModelConfig
 from yardstick.sources.base import TensorInfo, TensorSource, audit_source
 
 __all__ = ["KINDS", "TensorInfo", "TensorSource", "audit_source", "open_source"]
 
 
-def open_source(spec: str, prefix: str = "model.", base: TensorSource | None = None) -> TensorSource:
+def open_source(spec: str, config: ModelConfig | None = None, base: TensorSource | None = None) -> TensorSource:
     """Open `hf:folder`, `packed:folder`, `gguf:file` and so on, by the kinds above.
 
-    `prefix` begins the Hugging Face names of the model's tensors, for formats whose files do not hold those names.
-    `base` is the original, where it is at hand, for formats whose labels are known to be wrong at times.
+    `config` is the model's, for formats whose files do not hold the Hugging Face names of its tensors; one that
+    describes another model is refused. `base` is the original, where it is at hand, for formats whose labels are known
+    to be wrong at times.
 
     Raises:
         YardstickError: unknown kind, or the file is missing, damaged or of another kind.
@@ -31,4 +33,6 @@ def open_source(spec: str, prefix: str = "model.", base: TensorSource | None = N
     source = getattr(importlib.import_module(module), name)
     if kind in ("quark", "gptq"):
         return source(Path(path), base)
-    return source(Path(path), prefix) if kind == "gguf" else source(Path(path))
+    if kind == "gguf" and config:
+        return source(Path(path), config.prefix, config)
+    return source(Path(path))

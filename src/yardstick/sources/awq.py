@@ -55,7 +55,7 @@ class AwqSource(FolderSource):
             raise YardstickError(f"{config}: bits {bits} is not supported, 4 is")
         size = settings.get("group_size", settings.get("q_group_size"))
         if size != -1 and not is_size(size):
-            raise YardstickError(f"{config}: group_size {size} is not a size")
+            raise YardstickError(f"{config}: group_size {size!r} is not a size")
         modules = dict.fromkeys(self.stems(".qweight") + self.stems(".qzeros"))
         plain = names(settings, "modules_to_not_convert", f"{config}")
         for module in modules:

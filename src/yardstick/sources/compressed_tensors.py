@@ -291,6 +291,11 @@ def read_groups(settings: dict[str, Any], where: str) -> tuple[dict[str, dict], 
     Raises:
         YardstickError: the config is not of its kind, or transforms activations, which the forward does not.
     """
+    method = settings.get("quant_method", "compressed-tensors")  # files of 2024 had none
+    if method != "compressed-tensors":
+        raise YardstickError(f"{where}: quant_method {method} is not compressed-tensors")
+    if not isinstance(settings.get("config_groups"), dict):
+        raise YardstickError(f"{where}: config_groups must be an object of groups")
     try:
         groups, ignored = settings["config_groups"].values(), names(settings, "ignore", where)
         groups = [group | {"weights": dict(group.get("weights") or {})} for group in groups]

@@ -7,6 +7,7 @@ the number of query heads for q and of key heads for k. Qwen models are not perm
 GGUF lists dimensions fastest first; the bytes are the same row-major [out, in] as ours.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from yardstick.errors import YardstickError
+from yardstick.models.config import ModelConfig
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.gguf_file import GgufFile, GgufTensor
 from yardstick.sources.gguf_qwen35 import Qwen35Layout, Undo
@@ -37,6 +39,9 @@ LAYER_NAMES = {
 }
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTARY_PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
+QWEN35 = "qwen35"
+# what llama.cpp calls our families
+ARCHITECTURES = {family: family for family in ROTARY_PERMUTED} | {"qwen3_5_text": QWEN35}
 IGNORED = {"rope_freqs.weight": "rotary frequencies, derived from the config"}
 INPUT_SCALE = "scale of activations, of no use to weights"
 # plain types: the numpy type that is stored, and the smallest float that holds each of its values
@@ -161,12 +166,15 @@ class Placed:
 class GgufSource(TensorSource):
     """Every tensor of a GGUF file under its Hugging Face name, dequantized to fp32.
 
-    `prefix` is the one of the model's own names, such as `model.language_model.`
+    `prefix` is the one of the model's own names, such as `model.language_model.` With `config`, the model's, a file
+    that describes another model is refused.
     """
 
-    def __init__(self, path: Path, prefix: str = "model.") -> None:
+    def __init__(self, path: Path, prefix: str = "model.", config: ModelConfig | None = None) -> None:
         super().__init__(path)
         self._file = GgufFile(self.path)
+        if config:
+            require_model(self._file, config)
         layout = open_layout(self._file, prefix)
         self._placed: dict[str, Placed] = {}
         self._infos: dict[str, TensorInfo] = {}
@@ -227,12 +235,40 @@ def open_layout(file: GgufFile, prefix: str) -> RotaryLayout | Qwen35Layout:
         YardstickError: an architecture whose changes we do not know.
     """
     architecture = str(file.value("general.architecture"))
-    if architecture == "qwen35":
+    if architecture == QWEN35:
         return Qwen35Layout(file, prefix)
     if architecture not in ROTARY_PERMUTED:
-        known = ", ".join(sorted([*ROTARY_PERMUTED, "qwen35"]))
+        known = ", ".join(sorted([*ROTARY_PERMUTED, QWEN35]))
         raise YardstickError(f"{file.path}: GGUF architecture {architecture} is not supported (supported: {known})")
     return RotaryLayout(file, prefix, architecture)
+
+
+def require_model(file: GgufFile, config: ModelConfig) -> None:
+    """Refuse a file whose metadata describe another model: the number of heads decides where rows lie, and what
+    llama.cpp would run is not what is measured here.
+
+    Raises:
+        YardstickError: names the key and both values.
+    """
+    architecture = str(file.value("general.architecture"))
+    if architecture != ARCHITECTURES.get(config.family):
+        raise YardstickError(f"{file.path}: GGUF architecture is {architecture}, the model is a {config.family}")
+    layers = file.number(f"{architecture}.nextn_predict_layers", 0) + config.num_layers
+    expected = {
+        "block_count": layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_theta,
+    }
+    for key, value in expected.items():
+        name = f"{architecture}.{key}"
+        found = file.value(name, value)  # a key that is left out says nothing
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not (number and math.isclose(found, value, rel_tol=1e-6)):  # floats are stored in 32 bits
+            raise YardstickError(f"{file.path}: GGUF metadata key {name} is {str(found)[:60]}, the model has {value}")
 
 
 def require_decoder(kind: Type, path: Path) -> None:

@@ -113,12 +113,12 @@ class GptqSource(FolderSource):
         bits, group_size = settings.get("bits"), settings.get("group_size", -1)
         words = settings.get("pack_dtype") or "int32"
         if type(bits) is not int or bits not in WIDTHS or words != "int32":
-            kind = f"bits {bits} in {words} words"
+            kind = f"bits {bits!r} in {words} words"
             raise YardstickError(
                 f"{self.path}: tensor {module}.qweight: {kind} is not supported, 2, 3, 4, 8 in int32 are"
             )
         if group_size != -1 and not is_size(group_size):
-            raise YardstickError(f"{self.path}: tensor {module}.qweight: group_size {group_size} is not a size")
+            raise YardstickError(f"{self.path}: tensor {module}.qweight: group_size {group_size!r} is not a size")
         sym, desc_act = (flag(settings, key, f"{self.path / 'config.json'}") for key in ("sym", "desc_act"))
         layout = self._layout(module, bits, group_size, sym, desc_act)
         ordered = f"{module}.g_idx" in self.reader.headers

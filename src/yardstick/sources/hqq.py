@@ -61,7 +61,10 @@ class HqqSource(FolderSource):
         return {}
 
     def quantized(self) -> dict[str, Stored]:
-        return {f"{stem}.weight": self._module(stem) for stem in self.stems(".W_q")}
+        stems = self.stems(".W_q")
+        if not stems:
+            raise YardstickError(f"{self.path}: holds no W_q; is it an HQQ checkpoint?")
+        return {f"{stem}.weight": self._module(stem) for stem in stems}
 
     def _module(self, stem: str) -> Stored:
         settings = self._settings(stem)

@@ -118,7 +118,7 @@ class QuarkSource(FolderSource):
     def _grouped(self, module: str, signed: bool, scheme: dict[str, Any]) -> Stored:
         size = scheme.get("group_size")
         if not is_size(size):
-            raise YardstickError(f"{self.path}: tensor {module}.weight: group_size {size} is not a size")
+            raise YardstickError(f"{self.path}: tensor {module}.weight: group_size {size!r} is not a size")
         if self._base is None and self._pack_method not in PACK_METHODS:
             raise YardstickError(
                 f"{self.path}: tensor {module}.weight: pack_method {self._pack_method} is not supported, "

@@ -138,6 +138,9 @@ def checkpoint_files(folder: Path) -> dict[Path, list[str]]:
         files: dict[Path, list[str]] = {folder / shard: [] for shard in sorted(set(names.values()))}
         for name, shard in names.items():
             files[folder / shard].append(name)
+        single = folder / "model.safetensors"
+        if single.is_file() and single not in files:
+            raise YardstickError(f"{folder}: holds both {single.name} and an index of other files; which is meant?")
         return files
     if (folder / "model.safetensors").is_file():
         return {folder / "model.safetensors": []}
