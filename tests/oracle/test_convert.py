@@ -315,6 +315,22 @@ def test_a_folder_that_holds_something_is_not_written_to(tmp_path, base):
         run_convert("gptq", folder, base, tmp_path / "ours")
 
 
+def test_a_conversion_that_was_stopped_in_its_last_check_goes_on(tmp_path, base, monkeypatch):
+    folder, _, _ = write_candidate(tmp_path / "theirs", base, "gptq-symmetric")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    check = convert.check_read_back
+    monkeypatch.setattr(convert, "check_read_back", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_convert("gptq", folder, base, tmp_path / "ours")
+    monkeypatch.setattr(convert, "check_read_back", check)
+    with pytest.raises(YardstickError, match="ours: holds a checkpoint already"):  # by other settings
+        run_convert("gptq", folder, base, tmp_path / "ours", exact=True)
+    assert run_convert("gptq", folder, base, tmp_path / "ours")["tensors"]
+
+
 def refused(tmp_path, base, kind, message):
     with pytest.raises(YardstickError, match=message) as error:
         run_convert(kind, tmp_path / "theirs", base, tmp_path / "ours")

@@ -128,6 +128,37 @@ def test_reader_gives_back_the_model_in_its_own_row_order(tiny_llama, tmp_path, 
             assert error > 0
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.head_count", 6, "key llama.attention.head_count is 6, the model has 3"),
+        ("block_count", 3, "key llama.block_count is 3, the model has 2"),
+        ("block_count", "2", "key llama.block_count is 2, the model has 2"),
+        ("attention.head_count_kv", [3, 3], None),
+        ("attention.head_count_kv", [1, 2], r"key llama.attention.head_count_kv is \[1, 2\], the model has"),
+        ("rope.freq_base", 500000.0, "key llama.rope.freq_base is 500000.0, the model has 10000.0"),
+        ("attention.layer_norm_rms_epsilon", 0.1, "key llama.attention.layer_norm_rms_epsilon is 0.1"),
+        (None, "qwen2", "GGUF architecture is qwen2, the model is a llama"),
+    ],
+)
+def test_a_file_that_describes_another_model_is_refused(tiny_llama, tmp_path, monkeypatch, key, value, message):
+    path = tmp_path / "m.gguf"
+    make(path, tiny_llama, "Q8_0")
+    config, real = load_config(tiny_llama), GgufFile.value
+    if message is None:  # one for each layer
+        value = [config.num_kv_heads] * config.num_layers
+    changed = f"llama.{key}" if key else "general.architecture"
+    monkeypatch.setattr(
+        GgufFile, "value", lambda file, name, *rest: value if name == changed else real(file, name, *rest)
+    )
+    if message is None:
+        monkeypatch.setattr(GgufFile, "number", lambda file, name, *rest: int(real(file, name, *rest)))
+        assert open_source(f"gguf:{path}", config)
+        return
+    with pytest.raises(YardstickError, match=message):
+        open_source(f"gguf:{path}", config)
+
+
 def test_truncated_files_are_refused_by_tensor(tiny_llama, tmp_path):
     make(tmp_path / "m.gguf", tiny_llama, "Q8_0")
     data = (tmp_path / "m.gguf").read_bytes()

@@ -268,7 +268,7 @@ def test_rules_by_module(tmp_path):
         ({"adapter": {"rank": 8}}, "adapter .* is not supported"),
         ({"rotation": "hadamard"}, "rotation hadamard is not supported"),
         ({"bits": 5}, "tensor m.qweight: bits 5 in int32 words is not supported"),
-        ({"bits": "4"}, "tensor m.qweight: bits 4 in int32 words is not supported"),
+        ({"bits": "4"}, "tensor m.qweight: bits '4' in int32 words is not supported"),
         ({"pack_dtype": "int16"}, "tensor m.qweight: bits 4 in int16 words is not supported"),
         ({"group_size": 0}, "tensor m.qweight: group_size 0 is not a size"),
         ({"group_size": 2}, "tensor m.scales has 1 groups, 4 inputs in groups of 2 make 2"),

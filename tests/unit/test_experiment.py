@@ -200,12 +200,13 @@ def test_a_config_extends_another(tmp_path):
     assert found.config["bar"] == "rtn-g32" and list(found.variants)[-1] == "new"
     assert found.variants["rtn-g32"] == plain.variants["rtn-g32"] | {"mse": True}
     assert found.rivals == plain.rivals and found.models == plain.models
-    for path, message in {
-        str(tmp_path / "none.yaml"): "none.yaml: cannot be read as YAML",
-        7: "config: extends: must be a path",
-    }.items():
-        with pytest.raises(YardstickError, match=message):
+    # an entry is taken out, or made in another way, with none of its old keys
+    own["rivals"] = {"bnb-nf4": None, "bnb-int8": {"kind": "gguf", "mix": "Q8_0"}}
+    found = load_experiment(own)
+    assert "bnb-nf4" not in found.rivals and "tool" not in found.rivals["bnb-int8"]
+    for path in (str(tmp_path / "none.yaml"), "", 7, None):
+        with pytest.raises(YardstickError, match="config: extends: .*: no such file"):
             load_experiment({"extends": path})
     base.write_text(yaml.safe_dump(CONFIG | {"extends": "x"}))
-    with pytest.raises(YardstickError, match=f"extends: {base} extends a config itself"):
+    with pytest.raises(YardstickError, match=f"extends: {base} has a key extends too"):
         load_experiment(own)

@@ -105,6 +105,11 @@ def test_hub_file_that_is_not_the_pinned_one_is_refused(tmp_path):
     assert "model.safetensors: has sha256" in line and "the config pins 0000" in line
 
 
+def test_a_pin_of_no_file_is_refused(tmp_path):
+    line = refusal(run_download(Hub(FILES), tmp_path, pins={"weights.safetensors": "0" * 64}))
+    assert "sha256 pins weights.safetensors, which is not among the files (config.json" in line
+
+
 def test_a_killed_download_goes_on_where_it_stopped(tmp_path):
     data = bytes(range(256)) * 80_000  # 20 MB
     hub = Hub({"config.json": b"{}", "model.safetensors": data}, stalls=["model.safetensors"])

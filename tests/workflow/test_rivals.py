@@ -1,7 +1,9 @@
 """Rivals that others made: by a tool in its own environment, fetched, or lying on this machine."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ def main(recipe, model, calibration, output):
         sys.exit("RuntimeError: this scheme needs more memory")
     if recipe["scheme"] == "nothing":
         return
+    if recipe["scheme"] == "loud":
+        raise ValueError("width 96 is not a multiple\\nof 128")
     assert (calibration is not None) == ("sequences" in recipe)
     if calibration:  # an .npy file: 4 sequences of 32 int64, after a header of 128 bytes
         assert len(calibration.read_bytes()) == 128 + 4 * 32 * 8
@@ -62,6 +66,7 @@ def rivals(tmp_path, tiny_model):
         "gone": {"kind": "local", "format": "hf", "path": str(tmp_path / "nowhere")},
         "mixed-up": {"kind": "local", "format": "gguf", "path": str(theirs)},
         "unread": {"kind": "local", "format": "exl9", "path": str(theirs)},
+        "loud": {"kind": "made", "tool": "copier", "scheme": "loud", "format": "hf"},
         "greedy": {"kind": "made", "tool": "copier", "scheme": "plain", "format": "hf", "sequences": 99},
         "exported": {"kind": "exported", "variant": "rtn-g32"},
     }
@@ -101,6 +106,8 @@ def test_tools_that_fail_are_one_line(rivals):
     assert line == "yardstick: rival broken: copier failed (RuntimeError: this scheme needs more memory)"
     assert not (rivals.folder / "results/quality/tiny/broken/checkpoint/files").exists()
     assert "rival nothing: copier wrote no weights" in message(rivals.run("results/quality/tiny/nothing/summary.json"))
+    line = message(rivals.run("results/quality/tiny/loud/summary.json"))
+    assert line == "yardstick: rival loud: copier failed (ValueError: width 96 is not a multiple)"
     line = message(rivals.run("results/quality/tiny/greedy/summary.json"))
     assert "rival greedy: asks for 99 calibration sequences, " in line and line.endswith("calib.npz holds 16")
     line = message(rivals.run("results/quality/tiny/unread/summary.json"))
@@ -121,7 +128,25 @@ def test_a_rival_that_changed_since_it_was_fetched_is_not_measured(rivals):
     assert "files/model.safetensors: is gone or has changed" in line
 
 
+def test_a_rival_that_an_older_file_replaced_is_measured_again(rivals):
+    """Copies that keep their times: Snakemake alone looks whether a file is newer."""
+    row = "results/quality/tiny/theirs/summary.json"
+    rivals.must_run(row)
+    assert "Nothing to be done" in rivals.must_run("-n", row).stdout
+    path = Path(rivals.config["rivals"]["theirs"]["path"]) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = 2 * tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, (1e9, 1e9))
+    before = summary(rivals, "theirs")["kl"]["mean"]
+    rivals.must_run(row)
+    assert summary(rivals, "theirs")["kl"]["mean"] != before
+
+
 def test_an_unknown_tool_is_refused_at_once(rivals):
+    (rivals.folder / "workflow/envs/copier/requirements.txt").unlink()
+    assert "there is no tool copier" in message(rivals.run("-n"))
+    (rivals.folder / "workflow/envs/copier/requirements.txt").write_text("")
     rivals.config["rivals"]["copied"]["tool"] = "wizard"
     rivals.write_config()
     assert message(rivals.run("-n")) == (

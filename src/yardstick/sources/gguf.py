@@ -266,8 +266,11 @@ def require_model(file: GgufFile, config: ModelConfig) -> None:
     for key, value in expected.items():
         name = f"{architecture}.{key}"
         found = file.value(name, value)  # a key that is left out says nothing
-        number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not (number and math.isclose(found, value, rel_tol=1e-6)):  # floats are stored in 32 bits
+        # one for each layer, 0 where it has no attention
+        numbers = [item for item in found if item != 0] if isinstance(found, list) else [found]
+        plain = all(isinstance(item, int | float) and not isinstance(item, bool) for item in numbers)
+        # floats are stored in 32 bits
+        if not (plain and all(math.isclose(item, value, rel_tol=1e-6) for item in numbers)):
             raise YardstickError(f"{file.path}: GGUF metadata key {name} is {str(found)[:60]}, the model has {value}")
 
 
