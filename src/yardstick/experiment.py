@@ -124,7 +124,7 @@ class Experiment:
         return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
 
 
-def read_config(path: Path) -> dict:
+def read_yaml(path: Path) -> dict:
     """A config file.
 
     Raises:
@@ -151,7 +151,7 @@ def extended(config: dict[str, Any]) -> dict[str, Any]:
     path = config.pop("extends")
     if not isinstance(path, str) or not Path(path).is_file():
         raise YardstickError(f"config: extends: {path!r}: no such file (the path is relative to where you are)")
-    base = read_config(Path(path))
+    base = read_yaml(Path(path))
     if "extends" in base:
         raise YardstickError(f"config: extends: {path} has a key extends too; only one step is followed")
     return _merged(base, config)

@@ -21,6 +21,7 @@ from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_rtn import quantize_model
 from yardstick.rivals.export_folder import export_folder
 from yardstick.rivals.gguf_write import write_gguf
+from yardstick.sources.packed import PackedSource
 
 RATES = Rates({"float32": 50e12, "bfloat16": 600e12}, 1e9, 50e6)
 
@@ -80,7 +81,7 @@ def test_planned_bytes_are_those_of_the_files(tmp_path, tied):
         headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
         assert plan.candidate_size(name) == sum(path.stat().st_size for path in files) - headers
     exported = tmp_path / "exported"
-    export_folder(tmp_path / "rtn-g32", None, exported)
+    export_folder(PackedSource(tmp_path / "rtn-g32"), None, exported)
     files = list(exported.glob("*.safetensors"))
     headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
     assert plan.candidate_size("exported-g32") == sum(path.stat().st_size for path in files) - headers

@@ -21,7 +21,8 @@ def main(arguments) -> None:
     folder, output = arguments.folder, arguments.output
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise YardstickError(f"{output}: is there already; --output is a new folder")
-    exported = export_folder(folder, arguments.base, output)
+    source = PackedSource(folder)
+    exported = export_folder(source, arguments.base, output)
     record = {
         "recipe": {"method": "export", "format": "compressed-tensors"},
         "inputs": {"checkpoint": sha256_file(folder / INDEX)},
@@ -31,7 +32,6 @@ def main(arguments) -> None:
     }
     write_json(arguments.record or output / RECORD, record)
     show(exported["tensors"], exported["relative_error"])
-    source = PackedSource(folder)
     for line in doubts(source.schemes):
         print(f"note: {line}", file=sys.stderr)
 

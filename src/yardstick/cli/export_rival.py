@@ -8,11 +8,12 @@ from yardstick.manifest import write_rival
 from yardstick.models.folder import open_original
 from yardstick.provenance import code_digest, package_versions
 from yardstick.rivals.export_folder import export_folder
+from yardstick.sources.packed import PackedSource
 
 
 def main(arguments) -> None:
     original, folder = open_original(arguments.model), arguments.output.parent / "files"
-    exported = export_folder(arguments.checkpoint.parent, original.folder, folder)
+    exported = export_folder(PackedSource(arguments.checkpoint.parent), original.folder, folder)
     write_rival(
         arguments.output,
         arguments.record,

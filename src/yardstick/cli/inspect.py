@@ -1,6 +1,7 @@
 """Say of each tensor of a checkpoint how it is stored and how it differs from the original's."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,21 +33,19 @@ def main(arguments) -> None:
     expected = expected_tensors(original.config, source)
     findings = {name: inspect_one(name, source, original, factors) for name in expected if name in source.infos()}
     explain_norms(findings, original)
-    rows, counts = [], {}
+    rows = []
     for name in expected:
         if name not in findings:
             rows.append([name, "–", "–", "–", "missing", ""])
-            counts["missing"] = counts.get("missing", 0) + 1
             continue
         info, finding = source.infos()[name], findings[name]
-        counts[finding.verdict] = counts.get(finding.verdict, 0) + 1
         bits = f"{info.bits / info.numel:.3f}"
         rows.append([name, info.scheme, bits, f"{finding.error:.4f}", finding.verdict, finding.detail])
     for name in sorted(set(source.infos()) - set(expected)):
         reason = source.ignored().get(name)
         verdict = "ignored" if reason else "left over"
         rows.append([name, source.infos()[name].scheme, "–", "–", verdict, reason or ""])
-        counts[verdict] = counts.get(verdict, 0) + 1
+    counts = Counter(verdict for *_, verdict, _ in rows)
     print(table(["tensor", "scheme", "bits", "relative error", "verdict", "detail"], rows, left=2))
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())), file=sys.stderr)
 

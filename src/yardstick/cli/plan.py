@@ -9,7 +9,7 @@ import torch
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment, read_config
+from yardstick.experiment import load_experiment, read_yaml
 from yardstick.models.prefill import DTYPES, exact_arithmetic, pick_device
 from yardstick.plan.sizes import Weights
 from yardstick.plan.steps import ModelPlan, Rates, Step, missing_bytes
@@ -17,7 +17,7 @@ from yardstick.report.markdown import table
 
 
 def main(arguments) -> None:
-    experiment = load_experiment(read_config(arguments.config))
+    experiment = load_experiment(read_yaml(arguments.config))
     given = {"float32": arguments.gflops_float32, "bfloat16": arguments.gflops_bfloat16}
     products = {name: 1e9 * rate if rate else measured_rate(DTYPES[name]) for name, rate in given.items()}
     rates = Rates(products, 1e6 * arguments.disk_mb, 1e6 * arguments.network_mb)

@@ -57,8 +57,8 @@ def checkpoint_digests(folder: Path, summary: dict) -> dict[str, str]:
         return {}
     measured = summary["provenance"].get("inputs", {}).get("checkpoint")
     found = sha256_file(path)
-    if (folder / DECODED).is_file():  # its weights were spelled out first, and that was measured
-        decoded = folder / DECODED
+    decoded = folder / DECODED
+    if decoded.is_file():  # its weights were spelled out first, and that was measured
         found = sha256_file(decoded) if read_json(decoded).get("decoded_from") == found else None
     if measured != found:
         raise YardstickError(f"{path}: is not the checkpoint that summary.json was measured of; measure it again")

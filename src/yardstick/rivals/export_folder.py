@@ -25,8 +25,8 @@ COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*"
 COPIED += ("generation_config.json", "*processor*.json")
 
 
-def export_folder(folder: Path, base: Path | None, output: Path) -> dict:
-    """Write the packed checkpoint `folder` to `output`; a vision checkpoint also needs `base`, the original's folder.
+def export_folder(source: PackedSource, base: Path | None, output: Path) -> dict:
+    """Write a packed checkpoint to the folder `output`; a vision checkpoint also needs `base`, the original's folder.
 
     Returns:
         `tensors`, a report of each matrix, and `relative_error`, what integer zero points change the weights by.
@@ -35,7 +35,7 @@ def export_folder(folder: Path, base: Path | None, output: Path) -> dict:
         YardstickError: transformers or vLLM could not load it, or `base` is needed and not given.
     """
     torch.set_num_threads(1)  # nothing but small pieces; sums of several threads differ in their last digit
-    source, config = PackedSource(folder), load_config(folder)
+    folder, config = source.path, load_config(source.path)
     audit_source(source, expected_tensors(config, source))
     schemes = source.schemes
     require_loadable(folder, schemes, config)

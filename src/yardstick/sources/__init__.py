@@ -30,9 +30,4 @@ def open_source(spec: str, config: ModelConfig | None = None, base: TensorSource
     if not separator or kind not in KINDS:
         raise YardstickError(f"source {spec}: must be one of {', '.join(k + ':PATH' for k in sorted(KINDS))}")
     module, name = KINDS[kind]
-    source = getattr(importlib.import_module(module), name)
-    if kind in ("quark", "gptq"):
-        return source(Path(path), base)
-    if kind == "gguf" and config:
-        return source(Path(path), config.prefix, config)
-    return source(Path(path))
+    return getattr(importlib.import_module(module), name).open(Path(path), config, base)

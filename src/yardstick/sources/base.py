@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from yardstick.errors import YardstickError
+from yardstick.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class TensorSource(ABC):
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+
+    @classmethod
+    def open(cls, path: Path, config: ModelConfig | None = None, base: "TensorSource | None" = None) -> "TensorSource":
+        """Open a checkpoint with what is known of its model; formats that use some of it override this."""
+        return cls(path)
 
     @abstractmethod
     def infos(self) -> dict[str, TensorInfo]:

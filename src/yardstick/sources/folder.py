@@ -15,6 +15,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
+from yardstick.models.config import ModelConfig
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.hf import PLAIN, not_measured
 from yardstick.sources.kinds import compiled
@@ -35,10 +36,14 @@ class Stored:
 
 
 class FolderSource(TensorSource):
-    """A folder of safetensors with a `quantization_config`."""
+    """A folder of safetensors with a `quantization_config`.
 
-    def __init__(self, path: Path) -> None:
+    `base` is the original's source, where it is at hand: some formats hold labels against it that are wrong at times.
+    """
+
+    def __init__(self, path: Path, base: TensorSource | None = None) -> None:
         super().__init__(path)
+        self._base = base
         self.reader = self.open_reader()
         self.settings = self.quantization_config()
         self._stored = self.quantized()
@@ -61,6 +66,22 @@ class FolderSource(TensorSource):
             self._infos[name] = TensorInfo(
                 tuple(header["shape"]), header["dtype"].lower(), self.reader.stored_bits(name)
             )
+
+    @classmethod
+    def open(cls, path: Path, config: ModelConfig | None = None, base: TensorSource | None = None) -> "FolderSource":
+        return cls(path, base)
+
+    def original(self, name: str, shape: tuple[int, int]) -> "torch.Tensor | LazyRows | None":
+        """The original's matrix by rows; None where it is not at hand, or has no such matrix, as of a tied head.
+
+        Raises:
+            YardstickError: it has another shape.
+        """
+        if self._base is None or name not in self._base.infos():
+            return None
+        if self._base.infos()[name].shape != shape:
+            raise YardstickError(f"{self.path}: tensor {name} has another shape in {self._base.path}")
+        return self._base.rows(name)
 
     def open_reader(self) -> SafetensorsReader:
         """Headers and tensors of the checkpoint; a format that does not use safetensors brings its own reader."""

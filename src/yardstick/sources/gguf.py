@@ -202,6 +202,10 @@ class GgufSource(TensorSource):
             bits = 8 * (tensor.data.nbytes + (scale.data.nbytes if scale else 0))
             self._infos[target] = TensorInfo(shape, tensor.kind.name, bits)
 
+    @classmethod
+    def open(cls, path: Path, config: ModelConfig | None = None, base: TensorSource | None = None) -> "GgufSource":
+        return cls(path, config.prefix, config) if config else cls(path)
+
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
 

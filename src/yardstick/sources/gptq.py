@@ -30,13 +30,11 @@ rotations and words of another size.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.sources.base import TensorSource
 from yardstick.sources.folder import FolderSource, Stored, matches, object_at, stored_shape, unpack_bits
 from yardstick.sources.integers import Integers, checked_integers, require_contiguous, unpack_rows
 from yardstick.sources.kinds import flag, is_size
@@ -68,10 +66,6 @@ class GptqSource(FolderSource):
 
     With `base`, the original's source, asymmetric zero points that follow another format than the one named are found.
     """
-
-    def __init__(self, path: Path, base: TensorSource | None = None) -> None:
-        self._base = base
-        super().__init__(path)
 
     def quantized(self) -> dict[str, Stored]:
         self._version, self._layouts = self._checkpoint_format(), {}
@@ -170,19 +164,18 @@ class GptqSource(FolderSource):
         scales = self.reader.tensor(f"{module}.scales").float()
         zeros, g_idx = self._zeros(module, layout).float(), self._g_idx(module, layout)
         weight = dequantize(self.reader.tensor(f"{module}.qweight"), scales, zeros, g_idx, layout.bits)
-        if self._base is not None and not layout.sym and f"{module}.weight" in self._base.infos():
-            self._check_zeros(module, weight[:CHECKED], scales.T[:CHECKED, g_idx])
+        original = None if layout.sym else self.original(f"{module}.weight", tuple(weight.shape))
+        if original is not None:
+            self._check_zeros(module, weight[:CHECKED], original[:CHECKED].float(), scales.T[:CHECKED, g_idx])
         return weight
 
-    def _check_zeros(self, module: str, weight: torch.Tensor, steps: torch.Tensor) -> None:
+    def _check_zeros(self, module: str, weight: torch.Tensor, original: torch.Tensor, steps: torch.Tensor) -> None:
         """Refuse zero points that are one off: every weight then lies a step beside the original's, on average.
 
         Raises:
             YardstickError: they are. Factors that smoothing folded in leave the average where it is.
         """
-        original, used = self._base.rows(f"{module}.weight")[:CHECKED].float(), steps > 0
-        if original.shape != weight.shape:
-            raise YardstickError(f"{self.path}: tensor {module}.weight has another shape in {self._base.path}")
+        used = steps > 0
         shift = float(((weight - original)[used] / steps[used]).double().mean())
         if abs(shift) > MOST_SHIFT:
             other = next(version for version in VERSIONS if version != self._version)

@@ -22,14 +22,12 @@ type) are refused by name. Scales of activations and of the KV cache are not use
 
 import fnmatch
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from yardstick.errors import YardstickError
 from yardstick.sources.awq import dequantize_columns, unpack_interleaved
-from yardstick.sources.base import TensorSource
 from yardstick.sources.folder import FolderSource, Stored, matches, object_at, stored_shape, unpack_bits
 from yardstick.sources.gptq import SCALES
 from yardstick.sources.hf import PLAIN
@@ -47,10 +45,6 @@ ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_sca
 
 class QuarkSource(FolderSource):
     """A checkpoint that Quark exported with `quant_method` quark: quantized matrices as fp32 [out, in]."""
-
-    def __init__(self, path: Path, base: TensorSource | None = None) -> None:
-        self._base = base
-        super().__init__(path)
 
     def quantized(self) -> dict[str, Stored]:
         config, settings = self.path / "config.json", self.settings
@@ -190,18 +184,14 @@ class QuarkSource(FolderSource):
         signed: bool,
     ) -> str:
         """The label, or with an original the order that is nearer to it by the first groups of each row."""
-        if self._base is None:
+        original = self.original(name, (scales.shape[1], len(words)))
+        if original is None:
             return self._pack_method
-        if name not in self._base.infos():  # a head of its own, where the original ties it to the embedding
-            return self._pack_method
-        original = self._base.get(name)
-        if tuple(original.shape) != (scales.shape[1], len(words)):
-            raise YardstickError(f"{self.path}: tensor {name} has another shape in {self._base.path}")
         inputs = COMPARED_GROUPS * group_size
         zeros = None if zeros is None else zeros[:COMPARED_GROUPS]
         try:
             return likelier_pack_method(
-                words[:inputs], scales[:COMPARED_GROUPS], zeros, original[:, :inputs], group_size, signed
+                words[:inputs], scales[:COMPARED_GROUPS], zeros, original[:][:, :inputs], group_size, signed
             )
         except YardstickError as error:
             raise YardstickError(f"{self.path}: tensor {name}: {error}") from None
