@@ -12,7 +12,7 @@ table: $(VENV)/.installed
 	$(BIN)/snakemake -j$(CORES) results/quality/table.md results/quality/quantization.md
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m tests.bench

@@ -1,11 +1,22 @@
 """Tiny models for tests: random weights, odd sizes, a tokenizer trained on our own problems."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.tiny import write_tiny_model
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # one process a core; waiting threads of one would hold up the other
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """Tests of the finished mini experiment share a process, so that it is run once."""
+    for item in items:
+        if "finished_tree" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("mini-experiment"))
 
 
 @pytest.fixture(scope="session")

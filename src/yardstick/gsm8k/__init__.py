@@ -1,0 +1,1 @@
+"""Grade-school arithmetic in words: what a quantizer does to answers, beside what it does to distributions."""
