@@ -23,11 +23,20 @@ NOISE_FLOORS = {
     "noise-decode": "our forward on the original weights, the second half of each chunk one position at a time "
     "through the caches of generation",
 }
+# runs of the original that show how many answers flip by themselves
+TASK_FLOORS = {
+    "noise-repeat": "the original once more, the problems in reverse order and half as many at a time",
+    "noise-arithmetic": "the original in the other of fp32 and bf16",
+    "noise-hf": "the original through Hugging Face's generate",
+}
+ORIGINAL = "reference"
 DECODE_CHUNKS = 8  # decoded together: a step is a product with that many rows
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
-RESERVED = {"reference"}
+RESERVED = {ORIGINAL, *NOISE_FLOORS, *TASK_FLOORS}
 # keys of models and rivals that say nothing about how they are made
 USED_ELSEWHERE = {"corpora_pin", "recorded", "architecture", "bytes", "models"}
+# keys of a server that can change an answer
+SERVED = ("base_url", "model", "thinking_switch")
 RESERVED_MODELS = {"plots", "table.md", "quantization.md"}
 
 
@@ -92,6 +101,61 @@ class Experiment:
             for name in self.candidates_of(model)
             if not groups or any(name in group for group in groups)
         ]
+
+    @property
+    def own_texts(self) -> dict[str, dict]:
+        """Evaluation texts that the model itself writes, by name; figures over all texts leave them out."""
+        texts = self.config["corpora"]["evaluation"]["texts"]
+        return {name: text for name, text in texts.items() if text["source"]["kind"] == "generated"}
+
+    def generation_recipe(self) -> dict:
+        """What `own_texts` are made by."""
+        length, dtype = self.config["corpora"]["evaluation"]["length"], self.config["evaluation"]["dtype"]
+        texts = {
+            name: {"chunks": text["chunks"], "seed": text["source"]["seed"]} for name, text in self.own_texts.items()
+        }
+        return {"length": length, "dtype": dtype, "texts": texts}
+
+    def chosen(self, key: str, model: str) -> list[str]:
+        """Candidates of a model that the part `key` of the config is for: those it names, else all but noise floors."""
+        if key not in self.config:
+            return []
+        named = self.config[key]["candidates"]
+        rows = [name for name in self.candidates_of(model) if name not in NOISE_FLOORS]
+        return rows if named is None else [name for name in rows if name in named]
+
+    @property
+    def servers(self) -> dict[str, dict]:
+        """Servers that answer the problems."""
+        return self.config.get("gsm8k", {}).get("servers", {})
+
+    def answering(self, model: str) -> list[str]:
+        """Rows of a model's GSM8K table: the original, its repeats, candidates and servers."""
+        if "gsm8k" not in self.config:
+            return []
+        servers = [name for name, server in self.servers.items() if model in (server["models"] or self.models)]
+        return [ORIGINAL, *self.config["gsm8k"]["floors"], *self.chosen("gsm8k", model), *servers]
+
+    def answering_recipe(self, name: str) -> dict:
+        """How a row of the GSM8K table is answered."""
+        task = self.config["gsm8k"]
+        recipe = {key: task[key] for key in ("examples", "answer", "max_new_tokens")}
+        if name in self.servers:
+            return recipe | {"server": {key: self.servers[name][key] for key in SERVED}}
+        dtype, batch = self.config["evaluation"]["dtype"], task["batch"]
+        recipe |= {"backend": task["backend"], "dtype": dtype, "batch": batch, "source": "hf"}
+        if name in self.variants or name in self.rivals:
+            recipe["source"] = self.evaluation_recipe(name)["source"]
+        changes = {
+            "noise-repeat": {"reverse": True, "batch": max(1, batch // 2)},
+            "noise-arithmetic": {"dtype": OTHER_DTYPE[dtype]},
+            "noise-hf": {"backend": "transformers"},
+        }
+        return recipe | changes.get(name, {})
+
+    def connection(self, server: str) -> dict:
+        """How a server is talked to; nothing of it changes an answer."""
+        return {key: value for key, value in self.servers[server].items() if key not in (*SERVED, "models")}
 
     def model_recipe(self, model: str) -> dict:
         """Where a model comes from, without the keys that other steps use."""
@@ -188,7 +252,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             raise YardstickError(f"config: corpora.{part}.texts: name file is reserved")
     names = [*experiment.variants, *experiment.rivals]
     for name in names:
-        if name in RESERVED or name in NOISE_FLOORS:
+        if name in RESERVED:
             raise YardstickError(f"config: candidate name {name} is reserved")
     for name in set(experiment.variants) & set(experiment.rivals):
         raise YardstickError(f"config: {name} is both in variants and in rivals")
@@ -206,6 +270,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             raise YardstickError(f"config: rivals.{name}.variant: there is no variant {variant} (known: {known})")
         if rival["kind"] == "made" and rival["format"] in DECODED_BY:
             raise YardstickError(f"config: rivals.{name}.format: {rival['format']} is for rivals of kind hub or local")
+    _check_tasks(experiment)
     for key in ("baseline", "bar"):
         if config[key] not in names:
             raise YardstickError(
@@ -220,6 +285,35 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         except re.error as error:
             raise YardstickError(f"config: variants.{name}.keep_bf16: not a regular expression ({error})") from None
     return experiment
+
+
+def _check_tasks(experiment: Experiment) -> None:
+    """Names that the parts of a config beside fidelity use.
+
+    Raises:
+        YardstickError: one is not known, or is another thing's name.
+    """
+    config = experiment.config
+    rows, known = [*experiment.variants, *experiment.rivals], ", ".join(experiment.models)
+    if "generated" in {text["source"]["kind"] for text in config["corpora"]["calibration"]["texts"].values()}:
+        raise YardstickError("config: corpora.calibration: text of kind generated is for evaluation")
+    if len(experiment.own_texts) == len(config["corpora"]["evaluation"]["texts"]):
+        raise YardstickError("config: corpora.evaluation.texts: there must be one that is not of kind generated")
+    for key in ("gsm8k",):
+        unknown = sorted(set(config.get(key, {}).get("candidates") or []) - set(rows))
+        if unknown:
+            raise YardstickError(
+                f"config: {key}.candidates: there is no candidate {unknown[0]} (known: {', '.join(rows)})"
+            )
+    for name, server in experiment.servers.items():
+        if name in RESERVED or name in rows:
+            raise YardstickError(f"config: gsm8k.servers: the name {name} is taken")
+        missing = sorted(set(server["models"] or []) - set(experiment.models))
+        if missing:
+            known = ", ".join(experiment.models)
+            raise YardstickError(
+                f"config: gsm8k.servers.{name}.models: there is no model {missing[0]} (known: {known})"
+            )
 
 
 def _check(value: Any, schema: dict, root: dict, where: str) -> None:

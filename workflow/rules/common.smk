@@ -9,8 +9,9 @@ from pathlib import Path
 
 from yardstick.cli.targets import check_targets, release_stale_lock
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment
+from yardstick.experiment import ORIGINAL, load_experiment
 from yardstick.formats import KINDS
+from yardstick.gsm8k.backends import BACKENDS
 from yardstick.provenance import stage_files
 from yardstick.quantize.methods import METHODS
 
@@ -59,6 +60,11 @@ def local_files(wildcards):
 def pinned_manifest(wildcards):
     pin = EXPERIMENT.models[wildcards.model]["corpora_pin"]
     return [pin] if pin else []
+
+
+def own_text(wildcards):
+    """Windows that the model itself writes, where the config asks for them."""
+    return [f"data/quality/{wildcards.model}/generated.npz"] if EXPERIMENT.own_texts else []
 
 
 def text_files(wildcards):
@@ -192,5 +198,6 @@ TABLE_RECIPE = as_json(
         "baseline": EXPERIMENT.config["baseline"],
         "bar": EXPERIMENT.config["bar"],
         "seed": EXPERIMENT.config["evaluation"]["seed"],
+        "own_texts": list(EXPERIMENT.own_texts),
     }
 )

@@ -49,7 +49,7 @@ rule summarize_candidate:
     resources:
         mem_mb=500,
     params:
-        recipe=as_json({"seed": EXPERIMENT.config["evaluation"]["seed"]}),
+        recipe=as_json({"seed": EXPERIMENT.config["evaluation"]["seed"], "own_texts": list(EXPERIMENT.own_texts)}),
     message:
         "Summarizing {wildcards.candidate} of {wildcards.model}"
     shell:

@@ -2,20 +2,20 @@
 
 from pathlib import Path
 
-import numpy as np
-from tokenizers import Tokenizer
-
 from yardstick.cli.common import parser, run_step
+from yardstick.corpora.load import load_arrays, write_arrays
 from yardstick.corpora.manifest import build_windows, require_same
 from yardstick.errors import YardstickError
-from yardstick.files import atomic_path, write_json
-from yardstick.models.folder import open_original
+from yardstick.files import write_json
+from yardstick.models.folder import load_tokenizer, open_original
 
 
 def main(arguments) -> None:
     original = open_original(arguments.model)
     folder, rows = original.folder, original.config.vocab_size
-    chunks, sequences, manifest = build_windows(arguments.recipe, load_tokenizer(folder), arguments.downloads)
+    written = load_arrays(arguments.generated) if arguments.generated else {}
+    tokenizer = load_tokenizer(folder)
+    chunks, sequences, manifest = build_windows(arguments.recipe, tokenizer, arguments.downloads, written)
     highest = max(int(ids.max()) for ids in (*chunks.values(), *sequences.values()))
     if highest >= rows:
         raise YardstickError(f"{folder}: the tokenizer gives id {highest}, the model has {rows} rows")
@@ -26,28 +26,12 @@ def main(arguments) -> None:
     write_json(arguments.manifest, manifest)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder.
-
-    Raises:
-        YardstickError: tokenizer.json is damaged.
-    """
-    try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception
-        raise YardstickError(f"{folder / 'tokenizer.json'}: damaged ({' '.join(str(error).split())[:120]})") from None
-
-
-def write_arrays(target: Path, arrays: dict[str, np.ndarray]) -> None:
-    with atomic_path(target) as temporary, open(temporary, "wb") as stream:
-        np.savez(stream, **arrays)
-
-
 if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--pin", type=Path, help="manifest that the ids must agree with")
     arguments.add_argument("--downloads", type=Path, required=True, help="cache of downloaded archives")
+    arguments.add_argument("--generated", type=Path, help="windows that the model itself wrote")
     for output in ("chunks", "calibration", "manifest"):
         arguments.add_argument(f"--{output}", type=Path, required=True)
     run_step(main, arguments)

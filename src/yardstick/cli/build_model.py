@@ -8,6 +8,9 @@ from yardstick.manifest import write_manifest
 from yardstick.models.folder import open_folder, require_tied_head_is_a_copy
 from yardstick.sources.safetensors_file import checkpoint_files
 
+# read where they are there: what ends a text, and how a conversation is written
+OPTIONAL = ("model.safetensors.index.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
 
 def main(arguments) -> None:
     recipe, manifest = arguments.recipe, arguments.output
@@ -29,7 +32,7 @@ def main(arguments) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise YardstickError(f"{folder}: holds no {missing[0]}")
-    names += [n for n in ("tokenizer_config.json", "model.safetensors.index.json") if (folder / n).is_file()]
+    names += [name for name in OPTIONAL if (folder / name).is_file()]
     write_manifest(manifest, folder, {name: digests.get(name, "") for name in names}, recipe=recipe)
 
 

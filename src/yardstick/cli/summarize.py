@@ -12,7 +12,8 @@ def main(arguments) -> None:
     evaluation = read_json(arguments.evaluation, "failed", "provenance")
     if not evaluation["failed"]:  # a failed row has no figures: a mean over bad positions would look like a result
         try:
-            evaluation |= summarize(read_positions(arguments.positions), arguments.recipe["seed"])
+            frame = read_positions(arguments.positions)
+            evaluation |= summarize(frame, arguments.recipe["seed"], arguments.recipe["own_texts"])
         except OverflowError:
             evaluation["failed"] = "the perplexity is too large for a number (mean NLL above 709)"
     evaluation["provenance"]["seed"] = arguments.recipe["seed"]

@@ -1,4 +1,4 @@
-"""Read the token windows back: evaluation windows as one batch with the corpus of each, calibration sequences."""
+"""Write token windows and read them back: evaluation windows as one batch with the corpus of each, sequences."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from yardstick.errors import YardstickError
+from yardstick.files import atomic_path
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,19 @@ class EvaluationWindows:
         return self.ids[:, 1:]
 
 
+def write_arrays(target: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write ids by corpus name as an .npz file, atomically."""
+    with atomic_path(target) as temporary, open(temporary, "wb") as stream:
+        np.savez(stream, **arrays)
+
+
 def load_windows(path: Path) -> EvaluationWindows:
     """Read chunks.npz.
 
     Raises:
         YardstickError: missing or damaged.
     """
-    arrays = _load_arrays(path)
+    arrays = load_arrays(path)
     names = [name for name, rows in arrays.items() for _ in range(len(rows))]
     return EvaluationWindows(_join(path, arrays), names)
 
@@ -42,7 +49,7 @@ def load_calibration(path: Path) -> torch.Tensor:
     Raises:
         YardstickError: missing or damaged.
     """
-    return _join(path, _load_arrays(path))
+    return _join(path, load_arrays(path))
 
 
 def _join(path: Path, arrays: dict[str, np.ndarray]) -> torch.Tensor:
@@ -51,7 +58,7 @@ def _join(path: Path, arrays: dict[str, np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(list(arrays.values()))).long()
 
 
-def _load_arrays(path: Path) -> dict[str, np.ndarray]:
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Arrays of an .npz file by name; nothing pickled is read.
 
     Raises:

@@ -10,8 +10,10 @@ from yardstick.corpora.texts import Text, load_text
 from yardstick.corpora.windows import bos_id, cut_sequences, cut_windows, find_shared_window
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
+from yardstick.models.folder import vocabulary_size
 
 # fields of a manifest entry whose change explains a change of the ids, most telling first
+GENERATED = "generated"  # marks the entries of texts that the model itself has written
 EXPLAINING = ("origin", "text_sha256", "tokens", "windows", "ids_sha256")
 
 
@@ -20,35 +22,51 @@ def ids_sha256(ids: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i4").tobytes()).hexdigest()
 
 
-def build_windows(recipe: dict, tokenizer: Tokenizer, downloads: Path) -> tuple[dict, dict, dict]:
+def build_windows(
+    recipe: dict, tokenizer: Tokenizer, downloads: Path, written: dict[str, np.ndarray] | None = None
+) -> tuple[dict, dict, dict]:
     """Arrays of evaluation windows and calibration sequences by corpus name, and their manifest.
+
+    `written` holds the windows of the corpora of kind `generated`, which are ids already.
 
     Raises:
         YardstickError: a text cannot be had or is too short, or evaluation and calibration share a window.
     """
     bos = bos_id(tokenizer)
     arrays: dict[str, dict[str, np.ndarray]] = {"evaluation": {}, "calibration": {}}
-    # real rows of the head: those up to the highest id; a checkpoint may pad its vocabulary beyond them
-    vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-    manifest: dict = {"bos": bos, "vocabulary": vocabulary}
+    manifest: dict = {"bos": bos, "vocabulary": vocabulary_size(tokenizer)}
     for part, cut, key in (("evaluation", cut_windows, "chunks"), ("calibration", cut_sequences, "sequences")):
         length = recipe[part]["length"]
         entries = manifest[part] = {}
         for name, corpus in recipe[part]["texts"].items():
-            text = load_text(f"{part}.{name}", corpus["source"], downloads)
-            ids = encode(tokenizer, text)
-            rows = cut(ids, corpus[key], length, bos, f"{part}.{name}", corpus["spread"])
+            generated = corpus["source"]["kind"] == "generated"
+            if generated:
+                rows = written[name]
+                text = generated_text(rows, tokenizer, corpus["source"]["seed"])
+                tokens = rows.size
+            else:
+                text = load_text(f"{part}.{name}", corpus["source"], downloads)
+                ids = encode(tokenizer, text)
+                rows = cut(ids, corpus[key], length, bos, f"{part}.{name}", corpus["spread"])
+                tokens = len(ids)
             arrays[part][name] = rows
             entries[name] = {
                 "origin": text.origin,
                 "licence": corpus["licence"],
                 "text_sha256": text.sha256,
-                "tokens": len(ids),
+                "tokens": tokens,
                 "windows": list(rows.shape),
                 "ids_sha256": ids_sha256(rows),
+                **({GENERATED: True} if generated else {}),
             }
     require_disjoint(arrays)
     return arrays["evaluation"], arrays["calibration"], manifest
+
+
+def generated_text(rows: np.ndarray, tokenizer: Tokenizer, seed: int) -> Text:
+    """The text of ids that the model itself has written."""
+    texts = tokenizer.decode_batch(rows.tolist(), skip_special_tokens=False)
+    return Text("\n\n".join(texts), f"written by the model itself, seed {seed}")
 
 
 def encode(tokenizer: Tokenizer, text: Text) -> np.ndarray:
@@ -72,7 +90,8 @@ def require_disjoint(arrays: dict) -> None:
 
 
 def require_same(manifest: dict, pinned_path: Path) -> None:
-    """Compare a manifest with the pinned one.
+    """Compare a manifest with the pinned one, but for the texts that the model wrote here: another machine's arithmetic
+    may draw another id, and all that follows it is then another text.
 
     Raises:
         YardstickError: says which corpus differs, and in what.
@@ -84,7 +103,8 @@ def require_same(manifest: dict, pinned_path: Path) -> None:
                 f"corpora: {key} of the tokenizer is {manifest[key]}, {pinned_path} pins {pinned[key]}"
             )
     for part in ("evaluation", "calibration"):
-        for name in sorted(set(pinned[part]) | set(manifest[part])):
+        entries = {**pinned[part], **manifest[part]}
+        for name in sorted(name for name, entry in entries.items() if GENERATED not in entry):
             if name not in pinned[part] or name not in manifest[part]:
                 where = "the config" if name not in manifest[part] else str(pinned_path)
                 raise YardstickError(f"corpora: {part}.{name} is not in {where}; remove corpora_pin or make a new pin")

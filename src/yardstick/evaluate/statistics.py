@@ -4,6 +4,7 @@ Positions of one chunk share their text, so they are not independent: every inte
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -15,16 +16,40 @@ RESAMPLES = 2000
 INTERVAL = (2.5, 97.5)
 
 
-def summarize(frame: pd.DataFrame, seed: int = 0) -> dict:
+def summarize(frame: pd.DataFrame, seed: int = 0, own_texts: Sequence[str] = ()) -> dict:
     """Figures of all positions: `kl`, `top1`, `ppl`, `delta_p`; `confidence` and `by_position`, which hold buckets;
-    and `corpora`, with the first four for each."""
-    summary = summarize_part(frame, seed)
-    summary["confidence"] = confidence_buckets(frame)
-    summary["by_position"] = position_buckets(frame)
+    and `corpora`, with the first four for each. `own_texts` names corpora that the model itself has written: they have
+    figures of their own, and are in no figure over all."""
+    others = leave_out(frame, own_texts)
+    summary = summarize_part(others, seed)
+    summary["confidence"] = confidence_buckets(others)
+    summary["by_position"] = position_buckets(others)
     summary["corpora"] = {
         str(name): summarize_part(part, seed) for name, part in frame.groupby("corpus", observed=True, sort=False)
     }
+    for name in own_texts:
+        summary["corpora"][name]["ruler"] = ruler_check(frame[frame["corpus"] == name])
     return summary
+
+
+def leave_out(frame: pd.DataFrame, corpora: Sequence[str]) -> pd.DataFrame:
+    """Positions of all other corpora."""
+    return frame[~frame["corpus"].isin(corpora)] if len(corpora) else frame
+
+
+def ruler_check(frame: pd.DataFrame) -> dict:
+    """Two estimates of one figure, on text that was drawn from the reference p: E[log p(x) - log q(x)] = KL(p || q).
+
+    The difference of each position, (nll - reference_nll) - kl, has the mean 0 whatever came before it (it is a
+    martingale difference), so its standard error is that of independent positions: sqrt(sum d^2) / n. Returns the two
+    means, the standard error `error` of their difference, and `z`, the difference over it (None where both are 0).
+    """
+    difference = (frame["nll"] - frame["reference_nll"]).to_numpy()
+    kl = frame["kl"].to_numpy()
+    gap = difference - kl
+    error = math.sqrt(float(np.square(gap).sum())) / len(gap)
+    z = float(gap.mean()) / error if error > 0 else None
+    return {"kl": float(kl.mean()), "nll_difference": float(difference.mean()), "error": error, "z": z}
 
 
 def summarize_part(frame: pd.DataFrame, seed: int) -> dict:

@@ -5,11 +5,11 @@ import torch.nn.functional as F
 
 from yardstick.models.config import ModelConfig
 from yardstick.models.parts import Rotary, Stages, Weights, apply_rotary, linear, norm
-from yardstick.models.state import LayerState
+from yardstick.models.state import BatchState, LayerState
 
 
 def attention_stages(
-    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | None
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | BatchState | None
 ) -> Stages:
     """Stages of the attention of one block, on normed states [batch, length, hidden]; see `layers.block_stages`."""
     yield ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), normed
@@ -20,12 +20,11 @@ def attention_stages(
 
 
 def attention_context(
-    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | None
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | BatchState | None
 ) -> torch.Tensor:
     """Attention up to the input of o_proj: [batch, length, heads * head_dim]."""
     batch, length, _ = normed.shape
-    past = state.length if state else 0
-    here = tuple(table[past : past + length] for table in rotary)
+    here = tuple(table[state.positions(length).to(table.device)] if state else table[:length] for table in rotary)
 
     def heads(name: str, count: int) -> torch.Tensor:
         return linear(normed, weights, f"self_attn.{name}").view(batch, length, count, -1)
@@ -41,26 +40,32 @@ def attention_context(
     query = rotated(query, "q_norm")
     key = rotated(heads("k_proj", config.num_kv_heads), "k_norm")
     value = heads("v_proj", config.num_kv_heads).transpose(1, 2)
+    seen = state.seen if state else None
     if state:
         key, value = state.extend(key, value)
-    context = attend(query, key, value, past).transpose(1, 2)
+    context = attend(query, key, value, seen).transpose(1, 2)
     if gate is not None:
         context = context * torch.sigmoid(gate)
     return context.reshape(batch, length, -1)
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, past: int) -> torch.Tensor:
-    """Causal attention of queries [batch, heads, length, head_dim] that come `past` positions after the first key.
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Causal attention of queries [batch, heads, length, head_dim], which are the last `length` positions of the keys.
 
-    torch's kernel works by blocks: no [length, length] matrix is held, whatever the length.
+    torch's kernel works by blocks: no [length, length] matrix is held, whatever the length. A single query looks at
+    all keys, or at those that `seen` (bool, [batch, 1, 1, keys]) names.
     """
     batch, count, length, width = query.shape
     repeats = count // key.shape[1]
     if length == 1:  # the heads that share a key are rows of one product, and all of the past is seen
         grouped = query.reshape(batch, key.shape[1], repeats, width)
-        return F.scaled_dot_product_attention(grouped, key, value).reshape(batch, count, 1, width)
+        seen = seen if seen is None else seen.to(query.device)
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen).reshape(batch, count, 1, width)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    past = key.shape[2] - length
     if past == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
     seen = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 
 from yardstick.models.config import ModelConfig
 from yardstick.models.parts import Rotary, Stages, Weights, linear, normalize
-from yardstick.models.state import LayerState
+from yardstick.models.state import BatchState, LayerState
 
 CHUNK = 64
 UNIT_EPS = 1e-6
 
 
 def delta_net_stages(
-    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | None
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | BatchState | None
 ) -> Stages:
     """Stages of the delta net of one block, on normed states [batch, length, hidden]; positions need no rotary."""
     yield ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), normed
@@ -32,7 +32,7 @@ def delta_net_stages(
 
 
 def delta_net_output(
-    normed: torch.Tensor, weights: Weights, config: ModelConfig, state: LayerState | None
+    normed: torch.Tensor, weights: Weights, config: ModelConfig, state: LayerState | BatchState | None
 ) -> torch.Tensor:
     """The delta net up to the input of out_proj: [batch, length, value_heads * value_dim]."""
     shape, (batch, length, _) = config.delta, normed.shape

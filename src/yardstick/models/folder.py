@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from yardstick.errors import YardstickError
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text
@@ -58,6 +59,56 @@ def open_folder(folder: Path, weights: dict[str, str] | None = None, digest: str
     config, source = load_config(folder), HuggingFaceSource(folder, weights)
     audit_source(source, expected_tensors(config, source))
     return Original(folder, config, source, digest)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model folder.
+
+    Raises:
+        YardstickError: tokenizer.json is damaged.
+    """
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises plain Exception
+        raise YardstickError(f"{folder / 'tokenizer.json'}: damaged ({' '.join(str(error).split())[:120]})") from None
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Real rows of the head: those up to the highest id. A checkpoint may pad its vocabulary beyond them."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def end_ids(folder: Path) -> set[int]:
+    """Every id that the model's files call an end of text.
+
+    Raises:
+        YardstickError: there is none, so that nothing would end a text.
+    """
+    found = {_token_id(folder, "eos_token")}
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            settings = read_json(folder / name)
+            for place in (settings, settings.get("text_config")):
+                ids = place.get("eos_token_id") if isinstance(place, dict) else None
+                found.update(ids if isinstance(ids, list) else [ids])
+    found = {i for i in found if isinstance(i, int) and not isinstance(i, bool)}
+    if not found:
+        raise YardstickError(f"{folder}: no eos_token_id in its configs; nothing would end a text")
+    return found
+
+
+def start_id(folder: Path) -> int:
+    """The id that a text of the model begins with: its BOS, or where it has none what stands between two documents."""
+    start = _token_id(folder, "bos_token")
+    return min(end_ids(folder)) if start is None else start
+
+
+def _token_id(folder: Path, role: str) -> int | None:
+    """Id of a special token that tokenizer_config.json names."""
+    path = folder / "tokenizer_config.json"
+    token = read_json(path).get(role) if path.is_file() else None
+    token = token.get("content") if isinstance(token, dict) else token
+    return load_tokenizer(folder).token_to_id(token) if isinstance(token, str) else None
 
 
 def require_tied_head_is_a_copy(original: Original) -> None:

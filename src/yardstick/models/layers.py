@@ -14,7 +14,7 @@ from yardstick.models.attention import attention_stages
 from yardstick.models.config import ATTENTION, DELTA, ModelConfig
 from yardstick.models.delta_net import delta_net_stages
 from yardstick.models.parts import Rotary, Stages, Weights, linear, norm
-from yardstick.models.state import LayerState
+from yardstick.models.state import BatchState, LayerState
 
 MIXERS = {ATTENTION: attention_stages, DELTA: delta_net_stages}
 
@@ -25,7 +25,7 @@ def block_stages(
     config: ModelConfig,
     kind: str,
     rotary: Rotary,
-    state: LayerState | None = None,
+    state: LayerState | BatchState | None = None,
 ) -> Stages:
     """One layer of some kind over hidden states [batch, length, hidden].
 
@@ -42,7 +42,7 @@ def block_stages(
     del normed
     yield ("mlp.down_proj",), gated
     if state:
-        state.length += length
+        state.advance(length)
     return hidden + linear(gated, weights, "mlp.down_proj")
 
 
@@ -52,7 +52,7 @@ def run_block(
     config: ModelConfig,
     kind: str,
     rotary: Rotary,
-    state: LayerState | None = None,
+    state: LayerState | BatchState | None = None,
     on_stage: Callable[[tuple[str, ...], torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """One layer, start to end; `on_stage` sees what the block stops for."""

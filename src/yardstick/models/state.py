@@ -1,4 +1,8 @@
-"""What a layer remembers of the positions that it has seen, so that the next ones need not see them again."""
+"""What a layer remembers of the positions that it has seen, so that the next ones need not see them again.
+
+`LayerState` is that of texts of one length, `BatchState` that of texts of different lengths that are continued
+together, one position a step.
+"""
 
 import torch
 
@@ -20,6 +24,26 @@ class LayerState:
         )
         self.memory: torch.Tensor | None = None  # of the delta rule: fp32 [batch, heads, key_dim, value_dim]
 
+    def positions(self, length: int) -> torch.Tensor:
+        """Positions of the next `length` ids."""
+        return torch.arange(self.length, self.length + length)
+
+    def advance(self, length: int) -> None:
+        """Count the ids that the layer has been through."""
+        self.length += length
+
+    @property
+    def seen(self) -> None:
+        """Which keys the next position may look at: all of them."""
+        return None
+
+    @property
+    def cached(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of all positions so far; None for a layer without attention."""
+        if self._keys is None:
+            return None
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values [batch, heads, new, head_dim]; gives those of all positions so far.
 
@@ -34,3 +58,59 @@ class LayerState:
             self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
         self._keys[:, :, start:stop], self._values[:, :, start:stop] = keys, values
         return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+
+class BatchState:
+    """State of one layer for `slots` texts of different lengths, each of which may be replaced by another.
+
+    Every slot has room for `capacity` positions, and every step looks at all of that room with the part behind a
+    text's own length masked: so the arithmetic of one text depends neither on its neighbours nor on how long they are.
+    """
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.slots, self.capacity = slots, capacity
+        self.lengths = torch.zeros(slots, dtype=torch.int64)
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self.window: torch.Tensor | None = None
+        self.memory: torch.Tensor | None = None
+
+    def insert(self, slot: int, state: LayerState) -> None:
+        """Put a text with the state that its prefill left into a slot.
+
+        Raises:
+            YardstickError: it leaves no room for one more position.
+        """
+        if state.length >= self.capacity:
+            raise YardstickError(f"the cache has room for {self.capacity} positions, {state.length + 1} are asked for")
+        self.lengths[slot] = state.length
+        if state.cached:
+            keys, values = state.cached
+            if self._keys is None:  # zeros: a masked value still takes part in a product with a weight of 0
+                shape = (self.slots, keys.shape[1], self.capacity, keys.shape[3])
+                self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
+            self._keys[slot, :, : state.length], self._values[slot, :, : state.length] = keys[0], values[0]
+        if state.memory is not None:
+            if self.memory is None:
+                self.memory = state.memory.new_zeros((self.slots, *state.memory.shape[1:]))
+                self.window = state.window.new_zeros((self.slots, *state.window.shape[1:]))
+            self.memory[slot], self.window[slot] = state.memory[0], state.window[0]
+
+    def positions(self, length: int) -> torch.Tensor:
+        """Position of each text's next id, [slots, 1, 1] to go with [slots, heads, 1, head_dim]; `length` is 1."""
+        return self.lengths[:, None, None]
+
+    def advance(self, length: int) -> None:
+        """Count one id for every slot; one that is full stays at its last position, its output is not used."""
+        self.lengths = (self.lengths + length).clamp_max(self.capacity - 1)
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """Which keys each text's next position may look at: [slots, 1, 1, capacity]."""
+        return (torch.arange(self.capacity) <= self.lengths[:, None])[:, None, None]
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values [slots, heads, 1, head_dim] at each text's own length; gives all of the room."""
+        rows = torch.arange(self.slots)
+        self._keys[rows, :, self.lengths], self._values[rows, :, self.lengths] = keys[:, :, 0], values[:, :, 0]
+        return self._keys, self._values

@@ -38,6 +38,13 @@ named; it has no averages. The noise floors show how much of a difference is the
 """
 
 
+OWN_TEXT = """Text that the original itself has written, drawn from its own distribution at temperature 1: what its
+users meet. It is in no figure over all texts. It also tests the ruler: on such text the mean difference of the two NLLs
+is an estimate of the mean KL that is computed apart from it, and z is the distance of the two in standard errors.
+Beyond 3 it says that something is measured wrongly.
+"""
+
+
 def write_record(models: list[tuple[ModelResults, dict, Path, str | None]]) -> str:
     """The record of all models: results, corpora manifest, results folder and file of recorded figures of each."""
     floors = "\n".join(f"- *{name}*: {text}" for name, text in NOISE_FLOORS.items())
@@ -58,6 +65,7 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[s
     parts += ["### Distribution of the KL\n", quantile_table(results) + "\n"]
     parts += ["### Perplexity and the true token\n", perplexity_table(results) + "\n"]
     parts += ["### By corpus\n", corpus_table(results) + "\n"]
+    parts += own_text_section(results)
     parts += ["### By confidence of the original\n", bucket_table(results, "confidence", "p1") + "\n"]
     parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
     parts += ["### What is stored\n", storage_table(results) + "\n", *unquantized_lines(results)]
@@ -102,6 +110,22 @@ def corpus_table(results: ModelResults) -> str:
             cells.append(f"{part['ppl']['candidate']:.3f}")
         rows.append(cells)
     return table(header, rows)
+
+
+def own_text_section(results: ModelResults) -> list[str]:
+    """Text that the model itself has written, and the test of the ruler that it allows."""
+    if not results.own_texts:
+        return []
+    rows = []
+    for row in results.measured:
+        for name in results.own_texts:
+            part = row.summary["corpora"][name]
+            ruler, z = part["ruler"], part["ruler"]["z"]
+            cells = [row_name(row, results), name, figure(ruler["kl"]), interval(part["kl"]["interval"])]
+            cells += [f"{part['top1']:.4f}", figure(ruler["nll_difference"]), figure(ruler["error"])]
+            rows.append([*cells, "–" if z is None else f"{z:+.2f}"])
+    header = ["candidate", "corpus", "KL mean", "95 % interval", "top-1", "mean NLL − original's", "± SE", "z"]
+    return ["### On the model's own text\n", OWN_TEXT, table(header, rows, left=2) + "\n"]
 
 
 def bucket_table(results: ModelResults, key: str, label: str) -> str:

@@ -77,7 +77,13 @@ def reference_line(results: ModelResults) -> str:
         return "Every candidate failed."
     summary = results.measured[0].summary
     ppl = summary["ppl"]["reference"]
-    parts = ", ".join(
-        f"{name} {part['positions']} (PPL {part['ppl']['reference']:.2f})" for name, part in summary["corpora"].items()
-    )
-    return f"{summary['positions']} positions: {parts}. Perplexity of the original over all of them: {ppl:.3f}."
+    parts = {
+        name: f"{name} {part['positions']} (PPL {part['ppl']['reference']:.2f})"
+        for name, part in summary["corpora"].items()
+    }
+    own = [parts.pop(name) for name in results.own_texts]
+    line = f"{summary['positions']} positions: {', '.join(parts.values())}. "
+    line += f"Perplexity of the original over all of them: {ppl:.3f}."
+    if own:
+        line += f" Written by the model itself, in no figure over all: {', '.join(own)}."
+    return line

@@ -7,7 +7,7 @@ import pandas as pd
 
 from yardstick.errors import YardstickError
 from yardstick.evaluate.positions import read_positions
-from yardstick.evaluate.statistics import paired_difference
+from yardstick.evaluate.statistics import leave_out, paired_difference
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
 
@@ -42,6 +42,7 @@ class ModelResults:
     baseline: str
     bar: str
     not_measured: dict[str, str] = field(default_factory=dict)  # rivals without a row, with the reason
+    own_texts: list[str] = field(default_factory=list)  # corpora that the model itself has written
     rows: list[Row] = field(default_factory=list)
 
     def row(self, name: str) -> Row:
@@ -64,11 +65,12 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
     """
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
+    loaded.own_texts = recipe["own_texts"]
     for name in recipe["models"][model]:
         folder = Path(results) / model / name
         summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
         loaded.rows.append(
-            Row(name, summary, None if summary["failed"] else read_positions(folder / "positions.parquet"))
+            Row(name, summary, None if summary["failed"] else load_positions(folder, recipe["own_texts"]))
         )
     baseline = loaded.row(loaded.baseline)
     for row in loaded.measured:
@@ -80,6 +82,11 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
             raise YardstickError(f"{model}: {row.name} and {baseline.name}: {error}; run the older one again") from None
     loaded.rows.sort(key=lambda row: (row.failed is not None, row.kl if not row.failed else 0.0, row.name))
     return loaded
+
+
+def load_positions(folder: Path, own_texts: list[str]) -> pd.DataFrame:
+    """Positions of the texts that figures over all are made of."""
+    return leave_out(read_positions(folder / "positions.parquet"), own_texts)
 
 
 def verdict(results: ModelResults) -> str:

@@ -1,0 +1,39 @@
+"""Answers by our own forward: greedy, in batches, with the candidate's weights as its format defines them."""
+
+from collections.abc import Iterator
+
+from yardstick.gsm8k.answers import cut_at_stops
+from yardstick.gsm8k.generation import LENGTH, STOP, Generation
+from yardstick.gsm8k.prompts import Renderer
+from yardstick.models.folder import Original, vocabulary_size
+from yardstick.models.generate import Model, Text, generate, greedy
+from yardstick.models.prefill import DTYPES
+from yardstick.sources.base import TensorSource
+
+
+def answer(
+    source: TensorSource, original: Original, renderer: Renderer, prompts: list[str], indices: list[int], settings: dict
+) -> Iterator[tuple[int, Generation]]:
+    """Answer the prompts of these indices; gives (index, generation) as they are finished.
+
+    Room is taken for the longest of all prompts, those included that were answered before: a resumed run has the same
+    shapes, and so the same answers.
+    """
+    vocabulary = vocabulary_size(renderer.tokenizer)
+    model = Model(source, original.config, DTYPES[settings["dtype"]], vocabulary)
+    ids, max_new_tokens = [renderer.encode(prompt) for prompt in prompts], settings["max_new_tokens"]
+    capacity = max(map(len, ids)) + max_new_tokens
+
+    def ended(text: Text) -> str | None:
+        if text.written[-1] in renderer.stop_ids:
+            return STOP
+        if renderer.stops:
+            written = renderer.decode(text.written)
+            if any(stop in written for stop in renderer.stops):
+                return STOP
+        return LENGTH if len(text.written) >= max_new_tokens else None
+
+    texts = (Text(index, ids[index]) for index in indices)
+    for text, reason in generate(model, texts, settings["batch"], capacity, greedy, ended):
+        written = cut_at_stops(renderer.decode(text.written), renderer.stops)
+        yield text.key, Generation(written, reason, len(text.written))

@@ -1,0 +1,136 @@
+"""Generation: texts continued in a batch, one id a step, each text as if it were alone.
+
+The prompt of each text goes through the model alone; then it takes a slot of the batch, and when it ends the next one
+takes its place. A step always has the same shape whatever the slots hold (see `state.BatchState`), so the ids that come
+out depend neither on the order of the texts nor on which of them share a batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from yardstick.errors import YardstickError
+from yardstick.models.config import ModelConfig
+from yardstick.models.layers import run_block
+from yardstick.models.parts import norm, rotary_table
+from yardstick.models.prefill import head_rows, layers_ahead, pick_device
+from yardstick.models.state import BatchState, LayerState
+from yardstick.sources.base import TensorSource
+
+
+class Model:
+    """All weights of a model in memory, dequantized to the compute type; the head is fp32, as logits are."""
+
+    def __init__(self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, vocabulary: int) -> None:
+        self.config, self.dtype, self.device = config, dtype, pick_device()
+        self.layers = [weights for _, weights in layers_ahead(source, config, dtype, self.device)]
+        self.embedding = source.rows(config.embedding_name)[0 : config.vocab_size].to(self.device, dtype)
+        self.gain = source.get(config.final_norm_name).to(self.device, dtype)
+        # real rows alone: a checkpoint may pad its vocabulary, and no text may hold an id of the padding
+        self.head = head_rows(source, config)[0:vocabulary].to(self.device, torch.float32)
+
+    def logits(self, ids: torch.Tensor, states: list, rotary) -> torch.Tensor:
+        """fp32 logits [batch, vocabulary] after the last of ids [batch, length], which the states then have seen."""
+        hidden = self.embedding[ids.to(self.device)]
+        for layer, (weights, state) in enumerate(zip(self.layers, states, strict=True)):
+            hidden = run_block(hidden, weights, self.config, self.config.layer_kind(layer), rotary, state)
+        return norm(hidden[:, -1], self.gain, self.config).float() @ self.head.T
+
+
+@dataclass
+class Text:
+    """A text that is being written: a key, the ids of its prompt, and what has been written so far."""
+
+    key: int
+    prompt: list[int]
+    written: list[int] = field(default_factory=list)
+
+
+class NotFiniteError(YardstickError):
+    """The logits of a model hold a NaN or an infinity: there is nothing to choose from."""
+
+
+# chooses the next id of each text, from its logits [vocabulary]
+Choose = Callable[[Text, torch.Tensor], int]
+# whether a text has ended, after an id was added to it: a reason, or None
+Ended = Callable[[Text], str | None]
+
+
+def greedy(text: Text, logits: torch.Tensor) -> int:
+    """The id with the highest logit, the first of equals."""
+    return int(logits.argmax())
+
+
+class Sampler:
+    """Draws from softmax(logits), with a generator for each text that is seeded by its key: a text does not depend on
+    what is drawn beside it. The draw is a search in the cumulative distribution in fp64, ids in their own order."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self._generators = seed, {}
+
+    def __call__(self, text: Text, logits: torch.Tensor) -> int:
+        if text.key not in self._generators:
+            self._generators[text.key] = torch.Generator().manual_seed(self.seed * 1_000_003 + text.key)
+        cumulative = logits.double().cpu().softmax(0).cumsum(0)
+        uniform = torch.rand(1, dtype=torch.float64, generator=self._generators[text.key])
+        return min(int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)), len(cumulative) - 1)
+
+
+def generate(
+    model: Model, texts: Iterable[Text], slots: int, capacity: int, choose: Choose, ended: Ended
+) -> Iterator[tuple[Text, str]]:
+    """Continue every text until it has ended; gives (text, reason) as they end.
+
+    Args:
+        slots: texts that are continued together; part of a result's recipe, since the order of additions in a matrix
+            product may depend on the number of its rows.
+        capacity: positions that every text has room for, prompt and all.
+        choose: picks the next id.
+        ended: called after each id that was added; `capacity` must not be reached before it gives a reason.
+
+    Raises:
+        NotFiniteError: the model's logits are not numbers.
+        YardstickError: a prompt is empty, or longer than the capacity allows.
+    """
+    rotary = rotary_table(model.config, capacity, model.device, model.dtype)
+    states = [BatchState(slots, capacity) for _ in range(model.config.num_layers)]
+    waiting, running = iter(texts), dict[int, Text]()
+    free = list(range(slots))
+    while True:
+        while free and (text := next(waiting, None)) is not None:
+            first = read_prompt(model, text, capacity, rotary)
+            add(text, first[0], choose)
+            if reason := ended(text):
+                yield text, reason
+                continue
+            slot = free.pop(0)
+            running[slot] = text
+            for state, own in zip(states, first[1], strict=True):
+                state.insert(slot, own)
+        if not running:
+            return
+        ids = torch.zeros(slots, 1, dtype=torch.int64)
+        for slot, text in running.items():
+            ids[slot] = text.written[-1]
+        logits = model.logits(ids, states, rotary)
+        for slot, text in sorted(running.items()):
+            add(text, logits[slot], choose)
+            if reason := ended(text):
+                del running[slot]
+                free.append(slot)
+                yield text, reason
+
+
+def read_prompt(model: Model, text: Text, capacity: int, rotary) -> tuple[torch.Tensor, list[LayerState]]:
+    """Logits [vocabulary] after a prompt, and the states that it leaves."""
+    if not 0 < len(text.prompt) < capacity:
+        raise YardstickError(f"a prompt of {len(text.prompt)} ids does not fit into {capacity} positions")
+    states = [LayerState(len(text.prompt)) for _ in range(model.config.num_layers)]
+    return model.logits(torch.tensor([text.prompt]), states, rotary)[0], states
+
+
+def add(text: Text, logits: torch.Tensor, choose: Choose) -> None:
+    if not bool(logits.isfinite().all()):
+        raise NotFiniteError(f"the logits after {len(text.written)} ids of text {text.key} are not finite")
+    text.written.append(choose(text, logits))
