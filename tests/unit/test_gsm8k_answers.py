@@ -220,25 +220,25 @@ def test_cut_before_the_first_of_several_stops():
     assert cut_at_stops("ab", [""]) == "ab"
 
 
-LONG = [(piece, 1_000_000) for piece in (",", "1", "{", "}", "#")]
+LONG = [(piece, 500_000) for piece in (",", "1", "{", "}", "#")]
 LONG += [
-    (piece, 200_000)
+    (piece, 100_000)
     for piece in ("\\boxed{", "#### ", "1,", "1/", "1e", "<think>", "\\text{", "\\frac{1}{", " ", "\\", "#### (", "\n ")
 ]
 
 
 @pytest.mark.parametrize(("piece", "length"), LONG)
 def test_time_is_linear_in_the_text(piece, length):
-    """A quadratic expression would take minutes; these take a few tenths of a second each."""
-    for start in ("", "\\boxed{", "#### "):
+    """A quadratic expression would take minutes; these take tenths of a second."""
+    for start in ("", "\\boxed{#### "):
         text = start + piece * (length // len(piece))
         for form in FORMS:
             begin = time.process_time()
             extract_answer(text, form)
-            assert time.process_time() - begin < 4, (start, form)
+            assert time.process_time() - begin < 2, (start, form)
         begin = time.process_time()
         canonical_number(text)
-        assert time.process_time() - begin < 4, start
+        assert time.process_time() - begin < 2, start
 
 
 def test_categories():
