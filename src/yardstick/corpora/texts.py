@@ -119,7 +119,12 @@ def _read_file(source: dict, downloads: Path) -> Text:
     return Text(_trim(decode(path.read_bytes(), str(path)), source, str(path)), path.name)
 
 
-def _read_hub(source: dict, downloads: Path) -> Text:
+def load_hub(source: dict):
+    """The rows of a split of a hub dataset at its pinned revision, and a line that says where they are from.
+
+    Raises:
+        YardstickError: the dataset cannot be loaded.
+    """
     import datasets
 
     origin = f"{source['dataset']}@{source['revision'][:12]}"
@@ -130,6 +135,11 @@ def _read_hub(source: dict, downloads: Path) -> Text:
     except Exception as error:  # `datasets` raises many kinds for "not reachable"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise YardstickError(f"dataset {origin}: cannot be loaded ({reason})") from None
+    return rows, origin
+
+
+def _read_hub(source: dict, downloads: Path) -> Text:
+    rows, origin = load_hub(source)
     rows = rows.skip(source.get("skip", 0))
     rows = rows.take(min(source.get("take", len(rows)), len(rows)))
     missing = [field for field in source["fields"] if field not in rows.column_names]

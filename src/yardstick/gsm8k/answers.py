@@ -1,0 +1,207 @@
+r"""The final number of a generated answer, and what an answer counts as.
+
+An answer is asked for in one of three forms: `\boxed{N}`, GSM8K's own last line `#### N`, or simply the last number. A
+form that was not followed is "no answer", never the last number in its place. What is not plainly one decimal number
+(a fraction, a power, a time of day, a list such as `1,2,3`) is no answer either: guessing at it would give a wrong
+number that looks right. Words are not read: "1.5 million" is 1.5 and "minus three" is nothing.
+
+Every regular expression here takes time linear in the text, whatever a model writes.
+"""
+
+import re
+from collections import deque
+
+from yardstick.gsm8k.generation import LENGTH, NOT_ASKED, STOP, Generation
+
+FORMS = ("boxed", "hash", "last")
+CORRECT, WRONG, NO_ANSWER, TRUNCATED = "correct", "wrong", "no_answer", "truncated"
+CATEGORIES = (CORRECT, WRONG, NO_ANSWER, TRUNCATED, NOT_ASKED)
+
+# a quantifier with a second + is possessive: it gives nothing back, so a long run is read once
+MINUS = "\\-\u2212\u2013\ufe63\uff0d"  # hyphen, minus sign, en dash, and their small and wide forms
+CURRENCY = "$\u20ac\u00a3\u00a5\u20b9"
+THIN = "\u00a0\u2007\u2009\u202f"  # no-break and thin spaces; an ordinary space separates numbers
+SEPARATOR = rf"(?:,(?:\\!)?|\{{,\}}|\\,|[{THIN}])"
+RUN = rf"(?:(?<![\w.])\.)?[0-9]++(?:(?:{SEPARATOR}|\.)[0-9]++)*+"
+ODD = r"\u00bc-\u00be\u2150-\u215f"  # one character that is a fraction
+POWER = r"\u00b2\u00b3\u00b9\u2070-\u2079"
+JOINT = rf"(?: ?[/\u2044] ?\\?[{CURRENCY}]?|:|\^\{{?|[eE][-+]?)"  # 1/2, 7:30, 10^3, 1e5
+NUMBER = re.compile(
+    rf"(?<![0-9])(?<![A-Za-z]\^)(?<![A-Za-z]\^\{{)(?P<run>{RUN})(?P<odd>(?:{JOINT}{RUN})++|[{ODD}{POWER}])?|[{ODD}]"
+)
+WHOLE_NUMBER = re.compile(
+    rf"(?P<first>[{MINUS}]?+)(?:\\?[{CURRENCY}])?+(?P<second>[{MINUS}]?+)(?P<run>{RUN})(?:\\?%)?+\.?"
+)
+PLAIN = re.compile(r"[0-9]*(?:\.[0-9]+)?")
+GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?")
+
+THOUGHT = re.compile(r"(</?think>)")
+NEXT_QUESTION = re.compile(r"\n[ \t]*+(?:Question|Q)[ \t]*+[0-9]*+[ \t]*+:")
+WORDS = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|mbox)[ ]*+\{([^{}]*+)\}(\^(?:[0-9]|\{[0-9]\}))?")
+FRACTION = re.compile(r"\\[cdt]?frac\s*+(?:\{([^{}]*+)\}\s*+\{([^{}]*+)\}|([0-9])\s*+([0-9]))")
+BRACES = re.compile(r"\\{1,2}boxed\s*+\{|\\.|[{}]", re.DOTALL)
+HASH = re.compile(
+    rf"(?<!#)#{{4,}}+[ \t*]*+(?:(?:the )?(?:final )?answer(?: is)?)?+"
+    rf"(?P<lead>(?:[ \t*_=:(~\u2248{THIN}{CURRENCY}{MINUS}]|\\[(\[$]|\\boxed\{{)*+)",
+    re.IGNORECASE,
+)
+HEADING = re.compile(r"[.)]\**+[ \t]++[^\W\d_]")  # "#### 2. Add them up" numbers a step
+OPERATOR = re.compile(rf"[ \t]*+(?:[+*/x\u00d7\u00f7={MINUS}]|\\(?:times|cdot|div))[ \t]*+[(0-9{CURRENCY}\\]")
+
+
+def canonical_number(text: str) -> str | None:
+    """The one way to write the number that `text` is, so that equal numbers are equal texts; None if it is none.
+
+    Thousands separators, currency, a percent sign, a final full stop, leading zeros and trailing zeros of decimals go;
+    the sign stays, except of zero: "$1,080.50" is "1080.5" and "-0.0" is "0".
+    """
+    match = WHOLE_NUMBER.fullmatch(text.strip())
+    if match is None or (match["first"] and match["second"]):
+        return None
+    return _canonical(match["run"], bool(match["first"] or match["second"]))
+
+
+def _canonical(run: str, negative: bool) -> str | None:
+    plain = re.sub(SEPARATOR, ",", run)
+    if not (PLAIN.fullmatch(plain) or GROUPED.fullmatch(plain)):
+        return None
+    whole, _, decimals = plain.replace(",", "").partition(".")
+    number = (whole.lstrip("0") or "0") + ("." + decimals).rstrip("0").rstrip(".")
+    return "-" + number if negative and number != "0" else number
+
+
+def _is_negative(text: str, start: int) -> bool:
+    """Is the minus before the number at `start` its sign? Not in "rows 3-5", "day-3" or "10 -3"."""
+    head = re.sub(rf"\\?[{CURRENCY}]$", "", text[max(0, start - 32) : start])
+    if not head or not re.match(f"[{MINUS}]", head[-1]):
+        return False
+    left = head[:-1].rstrip(" \t")
+    if not left:
+        return True
+    if left[-1].isdigit() or left[-1] in ")]}%":
+        return False
+    touches = left == head[:-1]
+    return not (touches and re.match(rf"[\w{MINUS}]", left[-1]))
+
+
+def _value(match: re.Match) -> str | None:
+    if match["run"] is None or match["odd"]:
+        return None
+    return _canonical(match["run"], _is_negative(match.string, match.start()))
+
+
+def _only_number(text: str) -> str | None:
+    """The one number of `text`, or the one after its last equals sign; None where there are none or several."""
+    text = re.sub(rf"^\s*+([{MINUS}])\s++", r"\1", text.rpartition("=")[2])
+    found = [match for match, _ in zip(NUMBER.finditer(text), range(2), strict=False)]
+    return _value(found[0]) if len(found) == 1 else None
+
+
+def _own_text(text: str) -> str:
+    """The answer's own text: without `<think>` thoughts (all of it, if one is not closed) and what follows a next
+    question. A thought may have been opened by the prompt, so that only its end is here."""
+    kept, thinking = [], False
+    for part in THOUGHT.split(text):
+        if part == "<think>":
+            thinking = True
+        elif part == "</think>":
+            if not thinking:
+                kept.clear()
+            thinking = False
+        elif not thinking:
+            kept.append(part)
+    own = "" if thinking else "".join(kept)
+    following = NEXT_QUESTION.search(own, len(own) - len(own.lstrip()))
+    return own[: following.start()] if following else own
+
+
+def _without_latex_words(text: str) -> str:
+    r"""`\text{ cm}^2` is its words without the power, `\frac{a}{b}` is a/b."""
+
+    def words(match: re.Match) -> str:
+        inside, power = match[1], match[2] or ""
+        return f" {inside} " if re.search("[A-Za-z]", inside) else inside + power
+
+    text = WORDS.sub(words, text)
+    return FRACTION.sub(lambda match: f" {match[1] or match[3]}/{match[2] or match[4]} ", text)
+
+
+def _last_box(text: str) -> str | None:
+    r"""What the last closed `\boxed{}` that is not empty holds."""
+    if "boxed" not in text:
+        return None
+    stack, best = [], (-1, "")
+    for token in BRACES.finditer(text):
+        kind = token[0]
+        if kind == "{":
+            stack.append(-1)
+        elif kind == "}":
+            start = stack.pop() if stack else -1
+            if start > best[0] and text[start : token.start()].strip():
+                best = (start, text[start : token.start()])
+        elif kind[-1] == "{" and "boxed" in kind:
+            stack.append(token.end())
+    return best[1] if best[0] >= 0 else None
+
+
+def _first_hash(text: str) -> str | None:
+    """The number after the first `####` that has one; a heading's ("#### 2. Add them up") is none."""
+    for mark in HASH.finditer(text):
+        number = NUMBER.match(text, mark.end())
+        if number is None or HEADING.match(text, number.end()):
+            continue
+        if OPERATOR.match(text, number.end()):  # "#### 5 + 3 = 8"
+            return _only_number(text[mark.start("lead") :].partition("\n")[0])
+        if number["run"] is None or number["odd"]:
+            return None
+        return _canonical(number["run"], re.search(f"[{MINUS}]", mark["lead"]) is not None)
+    return None
+
+
+def extract_answer(text: str, form: str) -> str | None:
+    r"""The final number of a generated text, canonical; None where `form` was not followed.
+
+    Args:
+        text: what the model wrote. Thoughts in <think> are not read, nor what follows a next "Question:".
+        form: "boxed": the last `\boxed{}`, which must hold one number (units and words may stand with it);
+            "hash": the first `####` with a number, whatever follows; "last": the last number.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")
+    plain = _without_latex_words(_own_text(text))
+    if form == "hash":
+        return _first_hash(plain)
+    if form == "boxed":
+        inside = _last_box(plain)
+        return None if inside is None else _only_number(inside)
+    last = deque(NUMBER.finditer(plain), maxlen=1)
+    return _value(last[0]) if last else None
+
+
+def cut_at_stops(text: str, stops: list[str]) -> str:
+    """`text` before the first of any of the stop strings. An empty one stops nothing."""
+    found = [text.find(stop) for stop in stops if stop]
+    return text[: min((at for at in found if at >= 0), default=len(text))]
+
+
+def judge(generation: Generation, gold: str, form: str) -> tuple[str, str | None]:
+    """The category of an answer, and the number that was read from it.
+
+    An answer that ran into the token limit is truncated whatever it holds, and a problem that was not asked is never
+    wrong.
+
+    Raises:
+        ValueError: `gold` is not canonical (every answer would be wrong), or the generation ended in an unknown way.
+    """
+    if canonical_number(gold) != gold:
+        raise ValueError(f"the gold answer {gold!r} is not a canonical number")
+    if generation.finish_reason == NOT_ASKED:
+        return NOT_ASKED, None
+    extracted = extract_answer(generation.text, form)
+    if generation.finish_reason == LENGTH:
+        return TRUNCATED, extracted
+    if generation.finish_reason != STOP:
+        raise ValueError(f"finish reason {generation.finish_reason!r} is not known")
+    if extracted is None:
+        return NO_ANSWER, None
+    return (CORRECT if extracted == gold else WRONG), extracted
