@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from contextlib import closing
 
+import httpx
 import pytest
 
 from yardstick.errors import YardstickError
@@ -134,6 +135,17 @@ class Fake(http.server.ThreadingHTTPServer):
         self.released.set()
         self.shutdown()
         self.server_close()
+
+
+@pytest.fixture(scope="module")
+def certificates():
+    return httpx.create_ssl_context()
+
+
+@pytest.fixture(autouse=True)
+def read_certificates_once(monkeypatch, certificates):
+    """They are most of the time of a run of a few answers."""
+    monkeypatch.setattr(module.httpx, "create_ssl_context", lambda: certificates)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from yardstick.gsm8k.reply import MAX_REPLY_BYTES, ReplyError, error_message, re
 MAX_STOPS = 4  # of OpenAI's interface
 CONNECT_SECONDS = 10.0
 MAX_PAUSE_SECONDS = 60.0
-LOST_AFTER = 32  # problems without an answer, in a row, after which a server that has answered counts as lost
+LOST_AFTER = 32  # problems without an answer, in a row, and a server that has answered counts as lost
 ASK_AGAIN = {408, 409, 425, 429}  # and 5xx
 
 
@@ -79,18 +79,18 @@ class Server:
             stops: at most four strings that end an answer.
 
         Raises:
-            YardstickError: the first `concurrency` problems (or all, where they are fewer) came to nothing, or 32 in
-                a row later on; or there are more stops than the interface allows.
+            YardstickError: the first `concurrency` problems (or all, where they are fewer) came to nothing, or later on
+                32 (or `concurrency`) in a row; or there are more stops than the interface allows.
         """
         if len(stops) > MAX_STOPS:
             raise YardstickError(f"{self.name}: {len(stops)} stop strings, a server takes at most {MAX_STOPS}")
         answered, held = False, []
-        with self._requests() as requests, ThreadPoolExecutor(max(1, self.concurrency)) as pool:
-            futures = {
-                pool.submit(requests.ask, self.body(messages, max_new_tokens, stops)): index
-                for index, messages in enumerate(conversations)
-            }
+        with self._requests() as requests, ThreadPoolExecutor(self.concurrency) as pool:
             try:
+                futures = {
+                    pool.submit(requests.ask, self.body(messages, max_new_tokens, stops)): index
+                    for index, messages in enumerate(conversations)
+                }
                 for future in as_completed(futures):
                     index, result = futures[future], future.result()
                     if isinstance(result, Generation):
@@ -99,7 +99,8 @@ class Server:
                         yield index, result
                         continue
                     held.append((index, Generation("", NOT_ASKED, fault=result.reason)))
-                    if len(held) >= (LOST_AFTER if answered else min(self.concurrency, len(futures))):
+                    most = max(LOST_AFTER, self.concurrency) if answered else min(self.concurrency, len(futures))
+                    if len(held) >= most:
                         raise YardstickError(
                             f"{self.name}: {self.base_url} gave no answer to {len(held)} problems in a row, at last: "
                             f"{result.reason}; {result.advice}"
