@@ -134,7 +134,11 @@ rule score_answers:
         mem_mb=500,
     params:
         recipe=as_json(
-            {"answer": TASK.get("answer"), "margin": TASK.get("margin"), "seed": EXPERIMENT.config["evaluation"]["seed"]}
+            {
+                "answer": TASK.get("answer"),
+                "margin": TASK.get("margin"),
+                "seed": EXPERIMENT.config["evaluation"]["seed"],
+            }
         ),
         reference=lambda w: " ".join(f"--reference {path}" for path in original_answers(w)),
     message:

@@ -6,7 +6,7 @@ from yardstick.gsm8k.answers import cut_at_stops
 from yardstick.gsm8k.generation import LENGTH, STOP, Generation
 from yardstick.gsm8k.prompts import Renderer
 from yardstick.models.folder import Original, vocabulary_size
-from yardstick.models.generate import Model, Text, generate, greedy
+from yardstick.models.generate import Model, Text, common_prefix, generate, greedy
 from yardstick.models.prefill import DTYPES
 from yardstick.sources.base import TensorSource
 
@@ -34,6 +34,7 @@ def answer(
         return LENGTH if len(text.written) >= max_new_tokens else None
 
     texts = (Text(index, ids[index]) for index in indices)
-    for text, reason in generate(model, texts, settings["batch"], capacity, greedy, ended):
+    prefix = common_prefix(ids)
+    for text, reason in generate(model, texts, settings["batch"], capacity, greedy, ended, prefix):
         written = cut_at_stops(renderer.decode(text.written), renderer.stops)
         yield text.key, Generation(written, reason, len(text.written))

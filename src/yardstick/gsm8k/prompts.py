@@ -22,7 +22,7 @@ def conversation(problem: Problem, examples: list[Problem], form: str) -> list[d
     messages = []
     for example in examples:
         messages.append({"role": "user", "content": f"{example.question}\n{instruction}"})
-        messages.append({"role": "assistant", "content": example.solution + ending.format(example.answer)})
+        messages.append({"role": "assistant", "content": example.steps + ending.format(example.answer)})
     return [*messages, {"role": "user", "content": f"{problem.question}\n{instruction}"}]
 
 

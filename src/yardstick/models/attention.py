@@ -24,7 +24,7 @@ def attention_context(
 ) -> torch.Tensor:
     """Attention up to the input of o_proj: [batch, length, heads * head_dim]."""
     batch, length, _ = normed.shape
-    here = tuple(table[state.positions(length).to(table.device)] if state else table[:length] for table in rotary)
+    here = tuple(table[state.positions(length)] if state else table[:length] for table in rotary)
 
     def heads(name: str, count: int) -> torch.Tensor:
         return linear(normed, weights, f"self_attn.{name}").view(batch, length, count, -1)
@@ -40,29 +40,27 @@ def attention_context(
     query = rotated(query, "q_norm")
     key = rotated(heads("k_proj", config.num_kv_heads), "k_norm")
     value = heads("v_proj", config.num_kv_heads).transpose(1, 2)
-    seen = state.seen if state else None
     if state:
         key, value = state.extend(key, value)
-    context = attend(query, key, value, seen).transpose(1, 2)
+    context = attend(query, key, value, state.mask if state else None).transpose(1, 2)
     if gate is not None:
         context = context * torch.sigmoid(gate)
     return context.reshape(batch, length, -1)
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None = None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Causal attention of queries [batch, heads, length, head_dim], which are the last `length` positions of the keys.
 
     torch's kernel works by blocks: no [length, length] matrix is held, whatever the length. A single query looks at
-    all keys, or at those that `seen` (bool, [batch, 1, 1, keys]) names.
+    all keys, with `mask` [batch, 1, 1, keys] added to its scores.
     """
     batch, count, length, width = query.shape
     repeats = count // key.shape[1]
     if length == 1:  # the heads that share a key are rows of one product, and all of the past is seen
         grouped = query.reshape(batch, key.shape[1], repeats, width)
-        seen = seen if seen is None else seen.to(query.device)
-        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=seen).reshape(batch, count, 1, width)
+        return F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask).reshape(batch, count, 1, width)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     past = key.shape[2] - length

@@ -5,8 +5,9 @@ takes its place. A step always has the same shape whatever the slots hold (see `
 out depend neither on the order of the texts nor on which of them share a batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 
@@ -15,7 +16,7 @@ from yardstick.models.config import ModelConfig
 from yardstick.models.layers import run_block
 from yardstick.models.parts import norm, rotary_table
 from yardstick.models.prefill import head_rows, layers_ahead, pick_device
-from yardstick.models.state import BatchState, LayerState
+from yardstick.models.state import BatchState, LayerState, Slots
 from yardstick.sources.base import TensorSource
 
 
@@ -29,6 +30,12 @@ class Model:
         self.gain = source.get(config.final_norm_name).to(self.device, dtype)
         # real rows alone: a checkpoint may pad its vocabulary, and no text may hold an id of the padding
         self.head = head_rows(source, config)[0:vocabulary].to(self.device, torch.float32)
+
+    def next_logits(self, ids: torch.Tensor, states: list[BatchState], slots: Slots, rotary) -> torch.Tensor:
+        """fp32 logits [slots, vocabulary] after one more id [slots, 1] of each text."""
+        logits = self.logits(ids, states, rotary)
+        slots.advance()
+        return logits
 
     def logits(self, ids: torch.Tensor, states: list, rotary) -> torch.Tensor:
         """fp32 logits [batch, vocabulary] after the last of ids [batch, length], which the states then have seen."""
@@ -78,7 +85,13 @@ class Sampler:
 
 
 def generate(
-    model: Model, texts: Iterable[Text], slots: int, capacity: int, choose: Choose, ended: Ended
+    model: Model,
+    texts: Iterable[Text],
+    slots: int,
+    capacity: int,
+    choose: Choose,
+    ended: Ended,
+    prefix: Sequence[int] = (),
 ) -> Iterator[tuple[Text, str]]:
     """Continue every text until it has ended; gives (text, reason) as they end.
 
@@ -88,32 +101,36 @@ def generate(
         capacity: positions that every text has room for, prompt and all.
         choose: picks the next id.
         ended: called after each id that was added; `capacity` must not be reached before it gives a reason.
+        prefix: ids that all prompts begin with, with more behind them; they go through the model once.
 
     Raises:
         NotFiniteError: the model's logits are not numbers.
         YardstickError: a prompt is empty, or longer than the capacity allows.
     """
     rotary = rotary_table(model.config, capacity, model.device, model.dtype)
-    states = [BatchState(slots, capacity) for _ in range(model.config.num_layers)]
+    batch = Slots(slots, capacity, model.dtype, model.device)
+    states = [BatchState(batch) for _ in range(model.config.num_layers)]
+    shared = read_prompt(model, prefix, [], capacity, rotary)[1] if prefix else []
     waiting, running = iter(texts), dict[int, Text]()
     free = list(range(slots))
     while True:
         while free and (text := next(waiting, None)) is not None:
-            first = read_prompt(model, text, capacity, rotary)
-            add(text, first[0], choose)
+            logits, own_states = read_prompt(model, text.prompt, shared, capacity, rotary)
+            add(text, logits, choose)
             if reason := ended(text):
                 yield text, reason
                 continue
             slot = free.pop(0)
             running[slot] = text
-            for state, own in zip(states, first[1], strict=True):
+            batch.place(slot, len(text.prompt))
+            for state, own in zip(states, own_states, strict=True):
                 state.insert(slot, own)
         if not running:
             return
         ids = torch.zeros(slots, 1, dtype=torch.int64)
         for slot, text in running.items():
             ids[slot] = text.written[-1]
-        logits = model.logits(ids, states, rotary)
+        logits = model.next_logits(ids, states, batch, rotary)
         for slot, text in sorted(running.items()):
             add(text, logits[slot], choose)
             if reason := ended(text):
@@ -122,12 +139,23 @@ def generate(
                 yield text, reason
 
 
-def read_prompt(model: Model, text: Text, capacity: int, rotary) -> tuple[torch.Tensor, list[LayerState]]:
-    """Logits [vocabulary] after a prompt, and the states that it leaves."""
-    if not 0 < len(text.prompt) < capacity:
-        raise YardstickError(f"a prompt of {len(text.prompt)} ids does not fit into {capacity} positions")
-    states = [LayerState(len(text.prompt)) for _ in range(model.config.num_layers)]
-    return model.logits(torch.tensor([text.prompt]), states, rotary)[0], states
+def read_prompt(
+    model: Model, prompt: Sequence[int], shared: list[LayerState], capacity: int, rotary
+) -> tuple[torch.Tensor, list[LayerState]]:
+    """Logits [vocabulary] after a prompt, and the states that it leaves; `shared` are those of its beginning."""
+    start = shared[0].length if shared else 0
+    if not start < len(prompt) < capacity:
+        raise YardstickError(f"a prompt of {len(prompt)} ids does not fit into {capacity} positions")
+    states = [state.copy(len(prompt)) for state in shared]
+    states = states or [LayerState(len(prompt)) for _ in range(model.config.num_layers)]
+    return model.logits(torch.tensor([list(prompt[start:])]), states, rotary)[0], states
+
+
+def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Ids that all prompts begin with, at least one left behind them in each."""
+    first, last = min(prompts), max(prompts)  # of sorted sequences these two differ first
+    most = min(map(len, prompts)) - 1
+    return [a for a, b in takewhile(lambda pair: pair[0] == pair[1], zip(first[:most], last[:most], strict=True))]
 
 
 def add(text: Text, logits: torch.Tensor, choose: Choose) -> None:

@@ -33,9 +33,19 @@ class LayerState:
         self.length += length
 
     @property
-    def seen(self) -> None:
-        """Which keys the next position may look at: all of them."""
+    def mask(self) -> None:
+        """What is added to the scores of the next position: nothing, it may look at all keys."""
         return None
+
+    def copy(self, capacity: int) -> "LayerState":
+        """The same state with other room; a delta net's tensors are never written in place and are shared."""
+        other = LayerState(capacity)
+        other.length, other.window, other.memory = self.length, self.window, self.memory
+        if self.cached:
+            shape = (*self._keys.shape[:2], capacity, self._keys.shape[3])
+            other._keys, other._values = self._keys.new_empty(shape), self._values.new_empty(shape)
+            other._keys[:, :, : self.length], other._values[:, :, : self.length] = self.cached
+        return other
 
     @property
     def cached(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -60,57 +70,86 @@ class LayerState:
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
 
-class BatchState:
-    """State of one layer for `slots` texts of different lengths, each of which may be replaced by another.
+class Slots:
+    """The texts of a batch: how long each is, and which of `capacity` positions each may look at.
 
     Every slot has room for `capacity` positions, and every step looks at all of that room with the part behind a
     text's own length masked: so the arithmetic of one text depends neither on its neighbours nor on how long they are.
     """
 
-    def __init__(self, slots: int, capacity: int) -> None:
-        self.slots, self.capacity = slots, capacity
-        self.lengths = torch.zeros(slots, dtype=torch.int64)
+    def __init__(self, count: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.count, self.capacity = count, capacity
+        self._lengths = torch.zeros(count, dtype=torch.int64, device=device)
+        self._dtype, self._room = dtype, torch.arange(capacity, device=device)
+        self.rows = torch.arange(count, device=device)
+        self._mask()
+
+    def place(self, slot: int, length: int) -> None:
+        """Let a text of some length take a slot.
+
+        Raises:
+            YardstickError: it leaves no room for one more position.
+        """
+        if length >= self.capacity:
+            raise YardstickError(f"the cache has room for {self.capacity} positions, {length + 1} are asked for")
+        self._lengths[slot] = length
+        self._mask()
+
+    def advance(self) -> None:
+        """Count one id for every slot; one that is full stays at its last position, its output is not used."""
+        self._lengths = (self._lengths + 1).clamp_max(self.capacity - 1)
+        self._mask()
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Length of each text, which is the position of its next id."""
+        return self._lengths
+
+    def _mask(self) -> None:
+        # added to the scores: 0 for positions up to the next id's own, minus infinity behind it
+        hidden = self._room > self._lengths[:, None]
+        self.mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+        self.mask = self.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
+class BatchState:
+    """State of one layer for texts of different lengths that share `slots`."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self.window: torch.Tensor | None = None
         self.memory: torch.Tensor | None = None
 
     def insert(self, slot: int, state: LayerState) -> None:
-        """Put a text with the state that its prefill left into a slot.
-
-        Raises:
-            YardstickError: it leaves no room for one more position.
-        """
-        if state.length >= self.capacity:
-            raise YardstickError(f"the cache has room for {self.capacity} positions, {state.length + 1} are asked for")
-        self.lengths[slot] = state.length
+        """Put a text with the state that its prefill left into a slot."""
         if state.cached:
             keys, values = state.cached
             if self._keys is None:  # zeros: a masked value still takes part in a product with a weight of 0
-                shape = (self.slots, keys.shape[1], self.capacity, keys.shape[3])
+                shape = (self.slots.count, keys.shape[1], self.slots.capacity, keys.shape[3])
                 self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
             self._keys[slot, :, : state.length], self._values[slot, :, : state.length] = keys[0], values[0]
         if state.memory is not None:
             if self.memory is None:
-                self.memory = state.memory.new_zeros((self.slots, *state.memory.shape[1:]))
-                self.window = state.window.new_zeros((self.slots, *state.window.shape[1:]))
+                self.memory = state.memory.new_zeros((self.slots.count, *state.memory.shape[1:]))
+                self.window = state.window.new_zeros((self.slots.count, *state.window.shape[1:]))
             self.memory[slot], self.window[slot] = state.memory[0], state.window[0]
 
     def positions(self, length: int) -> torch.Tensor:
         """Position of each text's next id, [slots, 1, 1] to go with [slots, heads, 1, head_dim]; `length` is 1."""
-        return self.lengths[:, None, None]
+        return self.slots.lengths[:, None, None]
 
     def advance(self, length: int) -> None:
-        """Count one id for every slot; one that is full stays at its last position, its output is not used."""
-        self.lengths = (self.lengths + length).clamp_max(self.capacity - 1)
+        """Lengths are those of all layers; see `Slots.advance`."""
 
     @property
-    def seen(self) -> torch.Tensor:
-        """Which keys each text's next position may look at: [slots, 1, 1, capacity]."""
-        return (torch.arange(self.capacity) <= self.lengths[:, None])[:, None, None]
+    def mask(self) -> torch.Tensor:
+        """What is added to the scores of each text's next position: [slots, 1, 1, capacity]."""
+        return self.slots.mask
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values [slots, heads, 1, head_dim] at each text's own length; gives all of the room."""
-        rows = torch.arange(self.slots)
-        self._keys[rows, :, self.lengths], self._values[rows, :, self.lengths] = keys[:, :, 0], values[:, :, 0]
+        rows, lengths = self.slots.rows, self.slots.lengths
+        self._keys[rows, :, lengths], self._values[rows, :, lengths] = keys[:, :, 0], values[:, :, 0]
         return self._keys, self._values
