@@ -42,6 +42,7 @@ class ModelResults:
     baseline: str
     bar: str
     not_measured: dict[str, str] = field(default_factory=dict)  # rivals without a row, with the reason
+    probed: list[str] = field(default_factory=list)  # candidates that have a probe.json
     rows: list[Row] = field(default_factory=list)
 
     def row(self, name: str) -> Row:
@@ -64,6 +65,7 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
     """
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
+    loaded.probed = recipe.get("probed", {}).get(model, [])
     for name in recipe["models"][model]:
         folder = Path(results) / model / name
         summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
