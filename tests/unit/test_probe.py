@@ -3,16 +3,21 @@
 import json
 import math
 import shutil
+from argparse import Namespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import write_tiny_model
+from yardstick.cli import build_probe_inputs, probe
 from yardstick.errors import YardstickError
 from yardstick.evaluate.probe import ProbedMatrix, matrix_errors, probe_matrices, summarize_probe
 from yardstick.evaluate.probe_inputs import HEAD, first_positions, stage_inputs
+from yardstick.files import read_json
+from yardstick.manifest import write_manifest
 from yardstick.models.folder import open_folder
 from yardstick.sources.hf import HuggingFaceSource
 
@@ -322,6 +327,59 @@ def test_a_channel_that_is_silent_in_both_norms_stays_out_of_it(folders, ids, tm
     own = smooth(base, original.config, powers)[0]
     found = probed(saved(tmp_path / "own", original, own), original, inputs)
     assert found[query].output_error == 0 and found[query].smoothing == ("norm",)
+
+
+def test_the_steps_write_whole_records(folders, tmp_path):
+    """From windows to probe.json: shares of the corpora, proofs, a failed candidate, a file of another model."""
+    original = open_folder(folders["llama"])
+    base = tensors_of(original)
+    for name, folder in (("m", folders["llama"]), ("other", folders["tied"])):
+        names = ["config.json", "model.safetensors"]
+        write_manifest(tmp_path / name / "manifest.json", folder, names)
+    generator = np.random.default_rng(0)
+    windows = {name: generator.integers(0, 512, (2, 12), dtype=np.int32) for name in ("prose", "code")}
+    np.savez(tmp_path / "chunks.npz", **windows)
+    huge = base["model.layers.0.mlp.down_proj.weight"].index_fill(0, torch.tensor([3]), 3e38)
+    for name, own in (
+        ("good", quantized(base, original.config)),
+        ("bad", base | {"model.layers.0.mlp.down_proj.weight": huge}),
+    ):
+        saved(tmp_path / name, original, own)
+        write_manifest(tmp_path / name / "manifest.json", tmp_path / name, ["config.json", "model.safetensors"])
+
+    def step(module, recipe, **arguments):
+        arguments = {key: value if key == "name" else tmp_path / value for key, value in arguments.items()}
+        module.main(Namespace(recipe=recipe, **arguments))
+
+    inputs = {"positions": 25, "layers": "all", "dtype": "float32", "batch_chunks": 2}
+    step(build_probe_inputs, inputs, model="m/manifest.json", chunks="chunks.npz", output="reference/x.json")
+    files = {"inputs": "reference/x.json", "model": "m/manifest.json", "output": "probe.json"}
+    recipe = {"model": "m", "candidate": {"kind": "local"}, "source": "hf"}
+    step(probe, recipe, name="good", checkpoint="good/manifest.json", **files)
+    found = read_json(tmp_path / "probe.json")
+    assert found["failed"] is None and found["positions"] == {"prose": 13, "code": 13}
+    assert len(found["matrices"]) == found["all"]["matrices"] == 2 * 7 + 1
+    ids = torch.from_numpy(np.concatenate(list(windows.values())))[:, :-1].long()
+    x = {}
+    for names, taken in stage_inputs(original.source, original.config, ids, [11, 2, 11, 2], torch.float32, 4):
+        x |= dict.fromkeys(names, taken)
+    for matrix in found["matrices"]:
+        name = matrix["name"]
+        expected = direct(rounded(base[name]), base[name], x[name])
+        assert (matrix["output_error"], matrix["weight_error"]) == pytest.approx(expected, rel=1e-4)
+        assert (matrix["scheme"], matrix["bits"], matrix["smoothing"]) == ("f32", 32.0, None)
+    worst = max(found["matrices"], key=lambda matrix: matrix["output_error"])
+    assert found["all"]["worst"] == worst["name"]
+    assert set(found["provenance"]["inputs"]) == {"model", "probe", "checkpoint"}
+
+    step(probe, recipe, name="bad", checkpoint="bad/manifest.json", **files)
+    found = read_json(tmp_path / "probe.json")
+    assert found["failed"].startswith("model.layers.0.mlp.down_proj.weight: its error is not a number")
+    assert "all" not in found and [m["name"] for m in found["matrices"] if m["output_error"] is None] == [
+        "model.layers.0.mlp.down_proj.weight"
+    ]
+    with pytest.raises(YardstickError, match="reference/x.json: was made of another model than"):
+        step(probe, recipe, name="good", checkpoint="good/manifest.json", **files | {"model": "other/manifest.json"})
 
 
 def test_medians_by_hand():
