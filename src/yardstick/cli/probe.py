@@ -1,18 +1,18 @@
 """Hold each matrix of one candidate against the original's, on the inputs that the original gives it."""
 
-from math import prod
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.evaluate.probe import probe_matrices, summarize_probe
+from yardstick.evaluate.probe import ProbedMatrix, probe_matrices, summarize_probe
+from yardstick.evaluate.probe_inputs import HEAD
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from yardstick.manifest import checked_files
 from yardstick.models.folder import open_original
-from yardstick.models.prefill import exact_arithmetic, expected_tensors, pick_device
+from yardstick.models.prefill import exact_arithmetic, expected_tensors, head_name, pick_device
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, machine, package_versions
-from yardstick.sources import KINDS, audit_source
+from yardstick.sources import KINDS, TensorInfo, audit_source
 from yardstick.sources.candidate import open_candidate
 from yardstick.sources.safetensors_file import SafetensorsReader
 
@@ -29,7 +29,7 @@ def main(arguments) -> None:
     stage_of = {name: stage for stage, names in probe["stages"].items() for name in names}
     reader = SafetensorsReader({folder / name: [] for name in files})
     matrices, infos = [], source.infos()
-    weights = sum(prod(infos[name].shape) for name in stage_of if name in infos)
+    weights = sum(infos[head_name(source, config) if name == HEAD else name].numel for name in stage_of)
     with progress(f"probe {arguments.name}", weights, unit="weight") as done:
         for matrix in probe_matrices(
             source, original.source, config, stage_of, lambda name: reader.tensor(stage_of[name])
@@ -64,7 +64,7 @@ def main(arguments) -> None:
     )
 
 
-def described(matrix, info) -> dict:
+def described(matrix: ProbedMatrix, info: TensorInfo) -> dict:
     """One matrix as the record holds it; errors that are not numbers are null."""
     return {
         "name": matrix.name,

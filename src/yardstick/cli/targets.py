@@ -15,7 +15,7 @@ WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-
 
 
 CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint", "decoded"}
-CANDIDATE_FILES |= {"probe.json"}
+CANDIDATE_FILES |= {"probe.json"}  # where the config probes the candidate
 QUALITY_FILES = {"table.md", "quantization.md"}
 
 

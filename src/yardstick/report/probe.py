@@ -34,7 +34,8 @@ def probe_sections(results: ModelResults, folder: Path) -> list[str]:
         f"Relative error of each matrix's output, ‖(Ŵ − W)x‖ / ‖Wx‖, on the inputs x that the original gives it at "
         f"{sum(taken.values())} positions of the evaluation text ({counts}), factors that smoothing moved between "
         f"tensors undone; the columns by kind are medians over the layers. An error is the matrix's own: what the "
-        f"layers before it did wrong is not in it.\n"
+        f"layers before it did wrong is not in it, and errors of matrices that were tuned together may cancel, so this "
+        f"tells where a candidate loses and does not rank candidates.\n"
     )
     return ["### Output error of each matrix\n", text, table([*HEADER, *kinds], rows, left=2) + "\n"]
 

@@ -117,7 +117,7 @@ def require_finite(tensor: torch.Tensor, what: str) -> None:
     Raises:
         YardstickError: a value is not finite.
     """
-    if bool(torch.isfinite(tensor.sum())):  # fast; a sum that is not finite may also have run over
+    if bool(torch.isfinite(tensor.sum())):  # a fast way to yes; a sum may also overflow, so no is looked at
         return
     finite = torch.isfinite(tensor)
     if not bool(finite.all()):
