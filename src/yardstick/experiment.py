@@ -93,6 +93,31 @@ class Experiment:
         """Models that a candidate is measured for."""
         return self.rivals.get(candidate, {}).get("models") or list(self.models)
 
+    @property
+    def probe(self) -> dict | None:
+        """Settings of the layer probe; None where the config asks for none."""
+        return self.config.get("probe")
+
+    def probed_of(self, model: str) -> list[str]:
+        """Candidates of a model whose matrices are probed; a noise floor has the original's, which need no probe."""
+        if not self.probe:
+            return []
+        chosen = self.probe["candidates"] or [*self.variants, *self.rivals]
+        return [name for name in self.candidates_of(model) if name in chosen]
+
+    def probe_inputs_recipe(self) -> dict:
+        """What the probed matrices read: how much text, which layers, the arithmetic; empty without a probe."""
+        settings, probe = self.config["evaluation"], self.probe
+        if probe is None:
+            return {}
+        return {key: probe[key] for key in ("positions", "layers")} | {
+            k: settings[k] for k in ("dtype", "batch_chunks")
+        }
+
+    def probe_recipe(self, candidate: str) -> dict:
+        """How the candidate is made, and the kind of source that reads it."""
+        return {"candidate": self.recipe(candidate), "source": self.evaluation_recipe(candidate)["source"]}
+
     def pairs(self, *groups: dict) -> list[tuple[str, str]]:
         """(model, candidate) of every row, or of those whose candidate is in one of `groups`."""
         return [
@@ -276,6 +301,11 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             raise YardstickError(
                 f"config: {key}: {config[key]!r} is not a variant or rival (known: {', '.join(names)})"
             )
+    unknown = sorted(set((experiment.probe or {}).get("candidates") or []) - set(names))
+    if unknown:
+        raise YardstickError(
+            f"config: probe.candidates: {unknown[0]!r} is not a variant or rival (known: {', '.join(names)})"
+        )
     missing = [model for model in experiment.models if config["baseline"] not in experiment.candidates_of(model)]
     if missing:
         raise YardstickError(f"config: baseline: {config['baseline']!r} is not made for the model {missing[0]}")

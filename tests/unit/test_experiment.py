@@ -86,6 +86,13 @@ def test_default_config_is_whole():
         ("rivals/x", {"kind": "hub", "format": "gguf"}, "config.rivals.x: key 'repository' is missing"),
         ("rivals/x", {"kind": "local", "format": "A B", "path": "y"}, "config.rivals.x.format: 'A B' does not match"),
         ("evaluation/dtype", "float8", "config.evaluation.dtype: 'float8' is not one of"),
+        ("probe/candidates", ["rtn-g32", "gptq-g96"], "config: probe.candidates: 'gptq-g96' is not a variant or rival"),
+        ("probe/candidates", ["noise-hf"], "config: probe.candidates: 'noise-hf' is not a variant or rival"),
+        ("probe/candidates", [], "config.probe.candidates: .* should be non-empty"),
+        ("probe/positions", 0, "config.probe.positions: 0 is less than the minimum of 1"),
+        ("probe/layers", "last", "config.probe.layers: 'last' is not one of"),
+        ("probe/layer", "all", "config.probe: unknown key 'layer'"),
+        ("probe", "all", "config.probe: 'all' is not of type 'object'"),
         ("baseline", "gptq-g96", "config: baseline: 'gptq-g96' is not a variant or rival"),
         ("bar", None, "config: key 'bar' is missing"),
     ],
@@ -210,3 +217,28 @@ def test_a_config_extends_another(tmp_path):
     base.write_text(yaml.safe_dump(CONFIG | {"extends": "x"}))
     with pytest.raises(YardstickError, match=f"extends: {base} has a key extends too"):
         load_experiment(own)
+
+
+def test_what_is_probed():
+    experiment = load_experiment(changed("probe", {}))
+    assert experiment.probed_of("smollm2-135m") == [*experiment.variants, *experiment.rivals]
+    settings = {"positions": 256, "layers": "all", "dtype": "float32", "batch_chunks": 2}
+    assert experiment.probe_inputs_recipe() == settings
+    assert experiment.probe_recipe("gguf-q4_0")["source"] == "gguf"
+    target = "results/quality/smollm2-135m/{}/probe.json"
+    check_targets([target.format("rtn-g32")], experiment)
+    with pytest.raises(YardstickError, match="the config does not probe noise-hf"):
+        check_targets([target.format("noise-hf")], experiment)
+
+    config = changed("probe", {"candidates": ["gguf-q4_0", "rtn-g32"]})
+    config["models"]["other"] = {"kind": "local", "path": "x"}
+    config["rivals"]["gguf-q4_0"]["models"] = ["other"]
+    some = load_experiment(config)
+    assert some.probed_of("smollm2-135m") == ["rtn-g32"] and some.probed_of("other") == ["rtn-g32", "gguf-q4_0"]
+    with pytest.raises(YardstickError, match=r"does not probe gguf-q8_0 \(probed: rtn-g32\)"):
+        check_targets([target.format("gguf-q8_0")], some)
+
+    none = load_experiment(changed("probe", None))
+    assert none.probe is None and none.probed_of("smollm2-135m") == [] and none.probe_inputs_recipe() == {}
+    with pytest.raises(YardstickError, match="does not probe rtn-g32 .probed: none, since it has no key probe"):
+        check_targets([target.format("rtn-g32")], none)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import yaml
 from tests.tiny import write_tiny_model
 from yardstick.cli import plan as command
 from yardstick.errors import YardstickError
+from yardstick.evaluate.probe_inputs import stage_inputs
 from yardstick.experiment import load_experiment
 from yardstick.models.config import read_config
 from yardstick.models.folder import open_folder
@@ -92,6 +94,24 @@ def test_planned_bytes_are_those_of_the_files(tmp_path, tied):
         tokenizer = (folder / "tokenizer.json").stat().st_size
         # norms are fp32 in GGUF, and the header holds the tokenizer
         assert plan.candidate_size(name) < size < plan.candidate_size(name) + tokenizer + 30_000
+
+
+@pytest.mark.parametrize("layers", ["all", "first"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_planned_bytes_of_the_probe_are_those_of_its_inputs(tmp_path, family, layers):
+    folder = write_tiny_model(tmp_path / "model", family, tied=False, layers=4)
+    config = yaml.safe_load(Path("config/config.yaml").read_text())
+    config |= {"models": {"m": {"kind": "local", "path": str(folder)}}, "probe": {"positions": 31, "layers": layers}}
+    config["rivals"] = {"x": {"kind": "local", "format": "hf", "path": str(folder)}}
+    config |= {"bar": "x", "evaluation": {"dtype": "bfloat16"}}
+    plan, original = ModelPlan(load_experiment(config), "m", RATES), open_folder(folder)
+    ids, counts = torch.arange(33).view(3, 11), [11, 11, 11]  # three corpora, a third of the positions each
+    stages = list(stage_inputs(original.source, original.config, ids, counts, torch.bfloat16, 2, layers == "first"))
+    steps = {step.name: step for step in plan.steps()}
+    assert steps["probe inputs"].disk == sum(inputs.nbytes for _, inputs in stages)
+    shapes = original.config.tensors()
+    assert plan.probed()[2] == sum(math.prod(shapes[name]) for names, _ in stages for name in names)
+    assert "probe rtn-g32" in steps and "probe noise-hf" not in steps
 
 
 def test_what_is_there_already_needs_no_disk(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from yardstick.files import write_json
 from yardstick.report.document import unquantized_lines, write_record
 from yardstick.report.markdown import fidelity_table, figure, not_measured_line
 from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
+from yardstick.report.probe import probe_sections
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import load_results, verdict
 
@@ -92,6 +93,40 @@ def test_record_and_plots_hold_every_candidate(results):
     plot_kl_tail(loaded, results / "b.png")
     for name in ("a.png", "b.png"):
         assert (results / name).read_bytes().startswith(b"\x89PNG")
+
+
+def write_probe(folder, name, errors=(), failed=None):
+    """A probe.json of one matrix a kind; `errors` are the output errors by kind."""
+    matrices = [{"kind": kind, "output_error": error} for kind, error in errors]
+    values = sorted(error for _, error in errors)
+    content = {"failed": failed, "positions": {"prose": 3, "code": 4}, "matrices": matrices}
+    if not failed:
+        kinds = {kind: {"output_error": {"median": error}} for kind, error in errors}
+        both = {"output_error": {"median": values[0], "max": values[-1]}, "weight_error": {"median": 0.25}}
+        content |= {"all": both | {"worst": f"layers.7.{errors[-1][0]}.weight"}, "kinds": kinds}
+    write_json(folder / "m" / name / "probe.json", content)
+
+
+def test_probed_candidates_are_sorted_by_their_median_output_error(results):
+    recipe = RECIPE | {"probed": {"m": ["good", "bad", "rival"]}}
+    write_probe(results, "good", [("q_proj", 0.2), ("up_proj", 0.5)])
+    write_probe(results, "bad", [("q_proj", None)], failed="x: its error is not a number")
+    write_probe(results, "rival", [("q_proj", 0.00004), ("qkv_proj", 0.1)])
+    heading, text, rows = probe_sections(load_results(results, "m", recipe), results)
+    assert heading.startswith("### ") and "7 positions of the evaluation text (code 4, prose 3)" in text
+    header, _, first, second, last = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rows.splitlines()]
+    assert header[5:] == ["q_proj", "up_proj", "qkv_proj"]
+    assert first == ["`rival` (bar)", "`layers.7.qkv_proj.weight`", "4.0e-05", "0.1000", "0.2500"] + [
+        "4.0e-05",
+        "–",
+        "0.1000",
+    ]
+    assert second[0] == "`good` (baseline)" and second[2:] == ["0.2000", "0.5000", "0.2500", "0.2000", "0.5000", "–"]
+    assert last == ["`bad`", "x: its error is not a number", "**failed**"] + ["–"] * 5
+    assert probe_sections(load_results(results, "m", RECIPE), results) == []
+    entry = {"evaluation": {}, "calibration": {}}
+    assert heading in write_record([(load_results(results, "m", recipe), entry, results, None)])
+    assert heading not in write_record([(load_results(results, "m", RECIPE), entry, results, None)])
 
 
 def test_figures_do_not_round_a_floor_to_zero():

@@ -103,7 +103,8 @@ def ready_to_measure(wildcards):
     """What has to be there before a rival is fetched, so that it is measured at once; a change of it fetches nothing."""
     decoder = EXPERIMENT.decoder(wildcards.rival)
     tools = [f"data/environments/{decoder}/packages.json"] if decoder else []
-    return [ancient(path) for path in [f"results/quality/{wildcards.model}/reference/manifest.json", *tools]]
+    names = ["manifest.json"] + ["probe_manifest.json"] * (wildcards.rival in PROBED[wildcards.model])
+    return [ancient(path) for path in [f"results/quality/{wildcards.model}/reference/{name}" for name in names] + tools]
 
 
 def fetched_files(wildcards):
@@ -173,14 +174,14 @@ def recorded_figures(wildcards):
     return sorted({model["recorded"] for model in EXPERIMENT.models.values() if model["recorded"]})
 
 
-TABLE_RECIPE = as_json(
-    {
-        "models": {model: EXPERIMENT.candidates_of(model) for model in EXPERIMENT.models},
-        "not_measured": EXPERIMENT.unreadable,
-        "recorded": {name: model["recorded"] for name, model in EXPERIMENT.models.items() if model["recorded"]},
-        "baseline": EXPERIMENT.config["baseline"],
-        "bar": EXPERIMENT.config["bar"],
-        "seed": EXPERIMENT.config["evaluation"]["seed"],
-        "own_texts": list(EXPERIMENT.own_texts),
-    }
-)
+PROBED = {model: EXPERIMENT.probed_of(model) for model in EXPERIMENT.models}
+TABLE = {
+    "models": {model: EXPERIMENT.candidates_of(model) for model in EXPERIMENT.models},
+    "not_measured": EXPERIMENT.unreadable,
+    "recorded": {name: model["recorded"] for name, model in EXPERIMENT.models.items() if model["recorded"]},
+    "baseline": EXPERIMENT.config["baseline"],
+    "bar": EXPERIMENT.config["bar"],
+    "seed": EXPERIMENT.config["evaluation"]["seed"],
+    "own_texts": list(EXPERIMENT.own_texts),
+}
+TABLE_RECIPE = as_json(TABLE)

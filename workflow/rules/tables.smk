@@ -55,6 +55,7 @@ rule write_record:
         summaries=of_all("summary.json"),
         positions=of_all("positions.parquet"),
         quantized=of_all("quantize.json", EXPERIMENT.variants, EXPERIMENT.rivals),
+        probes=[f"results/quality/{m}/{name}/probe.json" for m, names in PROBED.items() for name in names],
         recorded=recorded_figures,
         corpora=expand("data/quality/{model}/manifest.json", model=EXPERIMENT.models),
         plots=expand("results/quality/plots/{model}/{plot}.png", model=EXPERIMENT.models, plot=["kl-bits", "kl-tail"]),
@@ -68,7 +69,7 @@ rule write_record:
     resources:
         mem_mb=1000,
     params:
-        recipe=TABLE_RECIPE,
+        recipe=as_json(TABLE | {"probed": PROBED}),
     message:
         "Writing {output}"
     shell:

@@ -13,7 +13,7 @@ from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault, t
 from yardstick.evaluate.positions import positions_frame, write_positions
 from yardstick.evaluate.reference import STATES, load_states
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
-from yardstick.manifest import candidate_path, checked_files
+from yardstick.manifest import checked_files
 from yardstick.models.folder import Original, open_original
 from yardstick.models.prefill import (
     DTYPES,
@@ -25,7 +25,8 @@ from yardstick.models.prefill import (
 )
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, machine, package_versions
-from yardstick.sources import KINDS, TensorSource, audit_source, open_source
+from yardstick.sources import KINDS, TensorSource, audit_source
+from yardstick.sources.candidate import open_candidate
 
 # imported by name, so that an edit of it reruns that noise floor and nothing else
 HUGGING_FACE = "yardstick.evaluate.hugging_face"
@@ -88,17 +89,6 @@ def main(arguments) -> None:
             },
         },
     )
-
-
-def open_candidate(kind: str, checkpoint: Path | None, original: Original) -> TensorSource:
-    """The candidate's source; a noise floor is the original itself."""
-    if checkpoint is None:
-        return original.source
-    if checkpoint.name == "manifest.json":
-        place = candidate_path(kind, *checked_files(checkpoint))
-    else:  # our own checkpoints are named by their index, which holds the digests
-        place = checkpoint.parent
-    return open_source(f"{kind}:{place}", original.config, original.source)
 
 
 def run_forward(

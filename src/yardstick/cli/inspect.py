@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
@@ -11,16 +10,8 @@ from yardstick.models.folder import Original, open_folder
 from yardstick.models.prefill import exact_arithmetic, expected_tensors, head_name
 from yardstick.report.markdown import table
 from yardstick.sources import TensorSource, open_source
-from yardstick.sources.detective import Finding, inspect_tensor, smoothing_factors
-
-# matrices that read the output of a block's norms, whichever of them its mixer has
-AFTER_NORM = {
-    "input_layernorm.weight": (
-        *(f"self_attn.{part}_proj" for part in ("q", "k", "v")),
-        *(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "a", "b")),
-    ),
-    "post_attention_layernorm.weight": ("mlp.gate_proj", "mlp.up_proj"),
-}
+from yardstick.sources.detective import Finding, inspect_tensor
+from yardstick.sources.smoothing import AFTER_NORM, norm_factors
 
 
 def main(arguments) -> None:
@@ -29,7 +20,9 @@ def main(arguments) -> None:
         raise YardstickError(f"{arguments.base}: no such folder; --base is the original's Hugging Face folder")
     original = open_folder(arguments.base)
     source = open_source(arguments.spec, original.config, original.source)
-    factors = dict(all_factors(source, original))
+    factors = {}
+    for layer in range(original.config.num_layers):
+        factors |= norm_factors(source, original.source, original.config, layer)
     expected = expected_tensors(original.config, source)
     findings = {name: inspect_one(name, source, original, factors) for name in expected if name in source.infos()}
     explain_norms(findings, original)
@@ -68,21 +61,6 @@ def explain_norms(findings: dict[str, Finding], original: Original) -> None:
             if name in findings and smoothed:
                 detail = "its factors are undone in the matrices that read it"
                 findings[name] = Finding(findings[name].error, "smoothed", detail)
-
-
-def all_factors(source: TensorSource, original: Original) -> Iterator[tuple[str, object]]:
-    """Name of each matrix that reads a changed norm, with the factors that the norm lost."""
-    config = original.config
-    for layer in range(config.num_layers):
-        for norm, readers in AFTER_NORM.items():
-            name = config.layer_name(layer, norm)
-            if name not in source.infos():
-                continue
-            found = smoothing_factors(source.get(name), original.source.get(name), config.zero_centred_norm)
-            if found is None:
-                continue
-            for matrix in readers:
-                yield config.layer_name(layer, f"{matrix}.weight"), found
 
 
 if __name__ == "__main__":

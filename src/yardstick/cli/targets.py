@@ -15,6 +15,7 @@ WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-
 
 
 CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint", "decoded"}
+CANDIDATE_FILES |= {"probe.json"}  # where the config probes the candidate
 QUALITY_FILES = {"table.md", "quantization.md"}
 
 
@@ -49,6 +50,9 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
         if inside[2] not in CANDIDATE_FILES:
             known = ", ".join(sorted(CANDIDATE_FILES))
             raise YardstickError(f"target {argument}: no such file is made there ({known})")
+        if inside[2] == "probe.json" and inside[1] not in experiment.probed_of(inside[0]):
+            known = ", ".join(experiment.probed_of(inside[0])) or "none, since it has no key probe"
+            raise YardstickError(f"target {argument}: the config does not probe {inside[1]} (probed: {known})")
 
 
 def release_stale_lock(arguments: list[str]):

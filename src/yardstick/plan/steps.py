@@ -106,6 +106,9 @@ class ModelPlan:
         recipes = {name: self.experiment.recipe(name) for name in names}
         if any(recipe.get("imatrix") for recipe in recipes.values()):
             steps.append(self.imatrix())
+        probed = self.experiment.probed_of(self.model)
+        if probed:
+            steps.append(self.probe_inputs())
         for name, recipe in recipes.items():
             if name in self.experiment.variants:
                 steps.append(self.rtn(name, recipe) if recipe["method"] == "rtn" else self.gptq(name, recipe))
@@ -122,6 +125,8 @@ class ModelPlan:
             if self.experiment.decoder(name):
                 steps.append(self.decoded(name))
             steps.append(self.evaluate(name))
+            if name in probed:
+                steps.append(self.probe(name))
         return steps
 
     def weights(self) -> list[Weights]:
@@ -297,6 +302,41 @@ class ModelPlan:
         positions = 60 * self.chunks * self.length
         seconds += reads / self.rates.disk
         return Step(f"measure {name}", self.results / name / "positions.parquet", reads, positions, memory, seconds)
+
+    def probed(self) -> tuple[int, int, int]:
+        """Positions that the probe takes, the widths of all its inputs together, and the weights that read them."""
+        config, settings = self.config, self.experiment.probe
+        texts = len(self.experiment.config["corpora"]["evaluation"]["texts"])
+        positions = -(-settings["positions"] // texts) * texts
+        linears = [config.layer_linears(layer) for layer in range(config.num_layers)]
+        if settings["layers"] == "first":
+            first = stages_of(linears[0])[0]
+            return positions, config.hidden_size, sum(prod(linears[0][name]) for name in first)
+        widths = sum(layer[stage[0]][1] for layer in linears for stage in stages_of(layer)) + config.hidden_size
+        return positions, widths, sum(prod(shape) for shape in matrices(config).values())
+
+    def probe_inputs(self) -> Step:
+        """A forward over little text; its inputs are held until they are written."""
+        width, (positions, widths, weights) = WIDTH[self.settings["dtype"]], self.probed()
+        size, reads = width * positions * widths, 2 * self.model_bytes
+        seconds = START_SECONDS + 2 * positions * weights / (
+            FORWARD_SHARE * self.rates.products[self.settings["dtype"]]
+        )
+        memory = self.forward_memory(width, self.settings["batch_chunks"], min(self.length, positions), 2 * size)
+        place = self.results / "reference" / "probe.safetensors"
+        return Step("probe inputs", place, reads, size, memory, reads / self.rates.disk + seconds)
+
+    def probe(self, name: str) -> Step:
+        """Each matrix beside the original's in fp32: both, their difference, what a fit takes; the head by rows."""
+        width, (positions, widths, weights) = WIDTH[self.settings["dtype"]], self.probed()
+        layers = range(self.config.num_layers)
+        largest = max(prod(shape) for layer in layers for shape in self.config.layer_linears(layer).values())
+        reads = 2 * (self.candidate_size(name) + self.model_bytes + width * positions * widths)
+        operations = 2 * 2 * positions * weights
+        seconds = START_SECONDS + reads / self.rates.disk + RTN_SECONDS * weights
+        seconds += operations / (FORWARD_SHARE * self.rates.products["float32"])
+        record = 300 * len(matrices(self.config))
+        return Step(f"probe {name}", self.results / name / "probe.json", reads, record, PROCESS + 20 * largest, seconds)
 
 
 def missing_bytes(steps: list[Step]) -> float:

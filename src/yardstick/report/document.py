@@ -15,6 +15,7 @@ from yardstick.report.markdown import (
     row_name,
     table,
 )
+from yardstick.report.probe import probe_sections
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import ModelResults, Row, verdict
 
@@ -70,6 +71,7 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[s
     parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
     parts += ["### What is stored\n", storage_table(results) + "\n", *unquantized_lines(results)]
     parts += ["### Quantizers on their calibration data\n", *calibration_section(results, folder)]
+    parts += probe_sections(results, folder)
     parts += ["### Corpora\n", corpora_table(corpora) + "\n"]
     parts += ["### Provenance\n", provenance_table(results) + "\n"]
     return parts

@@ -43,6 +43,7 @@ class ModelResults:
     bar: str
     not_measured: dict[str, str] = field(default_factory=dict)  # rivals without a row, with the reason
     own_texts: list[str] = field(default_factory=list)  # corpora that the model itself has written
+    probed: list[str] = field(default_factory=list)  # candidates that have a probe.json
     rows: list[Row] = field(default_factory=list)
 
     def row(self, name: str) -> Row:
@@ -66,6 +67,7 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
     """
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
     loaded.own_texts = recipe["own_texts"]
+    loaded.probed = recipe.get("probed", {}).get(model, [])
     for name in recipe["models"][model]:
         folder = Path(results) / model / name
         summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")

@@ -12,6 +12,7 @@ import torch
 SAME, PLAIN, UNRELATED = 0.0, 2.0**-8, 0.5  # relative errors: equal, rounding of a 16-bit type, nothing in common
 ROWS_AT_ONCE = 2048
 STRETCH = 16  # columns of one group, whatever its size
+EXPLAINED = 0.5  # an explanation leaves less than this share of an error
 FITTED = 8  # rows or columns from which a least-squares factor is taken for one
 SIDES = ("rows", "columns")
 
@@ -53,7 +54,7 @@ def inspect_tensor(candidate: torch.Tensor, base: torch.Tensor, factors: torch.T
     error = relative_error(candidate, base)
     if factors is not None and base.ndim == 2 and len(factors) == base.shape[1]:
         undone = relative_error(candidate / factors, base)
-        if undone < 0.5 * error:
+        if undone < EXPLAINED * error:
             low, high = float(factors.min()), float(factors.max())
             detail = f"error {undone:.4f} with factors {low:.3g} to {high:.3g} of the norm undone"
             return Finding(error, "smoothed", detail)
@@ -84,17 +85,16 @@ def find_scales(candidate: torch.Tensor, base: torch.Tensor, error: float) -> st
     """Factors of columns, of rows, or of both that explain most of an error, in words; None if there are none.
 
     Smoothing leaves them between matrices that no norm joins, such as the rows of up_proj and the columns of down_proj.
-    A factor is the least-squares one, sum(w b) / sum(b b); a matrix needs enough rows that a fit says something.
+    A matrix needs enough rows that a least-squares fit says something.
     """
     if base.ndim != 2 or min(base.shape) < FITTED or error <= PLAIN:
         return None
-    best, found = 0.5 * error, None
+    best, found = EXPLAINED * error, None
     for axes in ((1,), (0,), (1, 0, 1, 0)):
         undone, total = candidate, {axis: torch.ones(base.shape[axis]) for axis in axes}
         for axis in axes:
-            squares = base.square().sum(1 - axis).clamp_min(1e-30)
-            factors = (undone * base).sum(1 - axis) / squares
-            if not bool((factors > 0).all()):
+            factors = channel_factors(undone, base, axis)
+            if factors is None:
                 break
             undone = undone / factors.unsqueeze(1 - axis)
             total[axis] = total[axis] * factors
@@ -105,6 +105,13 @@ def find_scales(candidate: torch.Tensor, base: torch.Tensor, error: float) -> st
                 parts = [f"{float(total[a].min()):.3g} to {float(total[a].max()):.3g} of its {SIDES[a]}" for a in total]
                 found = f"error {after:.4f} with factors {' and '.join(parts)} undone"
     return found
+
+
+def channel_factors(candidate: torch.Tensor, base: torch.Tensor, axis: int) -> torch.Tensor | None:
+    """Least-squares factors sum(w b) / sum(b b) of the original's rows (axis 0) or columns (axis 1); None where one of
+    them is not positive."""
+    factors = (candidate * base).sum(1 - axis) / base.square().sum(1 - axis).clamp_min(1e-30)
+    return factors if bool((factors > 0).all()) else None
 
 
 def find_shift(candidate: torch.Tensor, base: torch.Tensor, error: float) -> str | None:
@@ -118,7 +125,7 @@ def find_shift(candidate: torch.Tensor, base: torch.Tensor, error: float) -> str
     difference = (candidate - base)[:, :width].unflatten(1, (-1, STRETCH))
     rest = difference - difference.mean(2, keepdim=True)
     after = float(rest.norm(dtype=torch.float64) / base[:, :width].norm(dtype=torch.float64).clamp_min(1e-30))
-    if after >= 0.5 * error:
+    if after >= EXPLAINED * error:
         return None
     return f"error {after:.4f} without the mean of every {STRETCH} columns; are zero points one off?"
 
@@ -157,16 +164,21 @@ def shown(order: torch.Tensor, most: int = 16) -> str:
     return f"[{values}{', ...' if len(order) > most else ''}]"
 
 
+def gain(weights: torch.Tensor, zero_centred: bool) -> torch.Tensor:
+    """What a norm multiplies by, fp32: w, or 1 + w where the family's norm is centred on zero."""
+    return 1.0 + weights.float() if zero_centred else weights.float()
+
+
 def smoothing_factors(candidate_gain: torch.Tensor, base_gain: torch.Tensor, zero_centred: bool) -> torch.Tensor | None:
     """Per-channel factors s that smoothing moved from a norm (gain g / s) into the matrices after it (W s).
 
-    The gain is 1 + w where the family's norm is centred on zero. None where the norm is unchanged, or cannot tell.
+    A channel that is zero in both carries nothing and has the factor 1. None where the norm is unchanged, or where a
+    channel is zero in only one of the two.
     """
-    own, original = candidate_gain.float(), base_gain.float()
-    if own.shape != original.shape:
+    own, original = gain(candidate_gain, zero_centred), gain(base_gain, zero_centred)
+    if own.shape != original.shape or torch.equal(own, original):
         return None
-    if zero_centred:
-        own, original = 1.0 + own, 1.0 + original
-    if torch.equal(own, original) or bool((own == 0).any()) or bool((original == 0).any()):
+    silent = original == 0
+    if not torch.equal(own == 0, silent):
         return None
-    return original / own
+    return torch.where(silent, 1.0, original / own)
