@@ -100,10 +100,7 @@ class Experiment:
 
     def probed_of(self, model: str) -> list[str]:
         """Candidates of a model whose matrices are probed; a noise floor has the original's, which need no probe."""
-        if not self.probe:
-            return []
-        chosen = self.probe["candidates"] or [*self.variants, *self.rivals]
-        return [name for name in self.candidates_of(model) if name in chosen]
+        return self.chosen("probe", model)
 
     def probe_inputs_recipe(self) -> dict:
         """What the probed matrices read: how much text, which layers, the arithmetic; empty without a probe."""
@@ -301,11 +298,6 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             raise YardstickError(
                 f"config: {key}: {config[key]!r} is not a variant or rival (known: {', '.join(names)})"
             )
-    unknown = sorted(set((experiment.probe or {}).get("candidates") or []) - set(names))
-    if unknown:
-        raise YardstickError(
-            f"config: probe.candidates: {unknown[0]!r} is not a variant or rival (known: {', '.join(names)})"
-        )
     missing = [model for model in experiment.models if config["baseline"] not in experiment.candidates_of(model)]
     if missing:
         raise YardstickError(f"config: baseline: {config['baseline']!r} is not made for the model {missing[0]}")
@@ -329,11 +321,11 @@ def _check_tasks(experiment: Experiment) -> None:
         raise YardstickError("config: corpora.calibration: text of kind generated is for evaluation")
     if len(experiment.own_texts) == len(config["corpora"]["evaluation"]["texts"]):
         raise YardstickError("config: corpora.evaluation.texts: there must be one that is not of kind generated")
-    for key in ("gsm8k",):
+    for key in ("gsm8k", "probe"):
         unknown = sorted(set(config.get(key, {}).get("candidates") or []) - set(rows))
         if unknown:
             raise YardstickError(
-                f"config: {key}.candidates: there is no candidate {unknown[0]} (known: {', '.join(rows)})"
+                f"config: {key}.candidates: {unknown[0]!r} is not a variant or rival (known: {', '.join(rows)})"
             )
     for name, server in experiment.servers.items():
         if name in RESERVED or name in rows:

@@ -1,11 +1,12 @@
 # What candidates, the original and servers answer to arithmetic in words.
 
 TASK = EXPERIMENT.config.get("gsm8k", {})
-ANSWERING = {name for model in EXPERIMENT.models for name in EXPERIMENT.answering(model)}
+ANSWERING = {model: EXPERIMENT.answering(model) for model in EXPERIMENT.models}
+ANSWERING_NAMES = {name for names in ANSWERING.values() for name in names}
 
 
 wildcard_constraints:
-    answering=closed_list(ANSWERING),
+    answering=closed_list(ANSWERING_NAMES),
     server=closed_list(EXPERIMENT.servers),
 
 
@@ -28,11 +29,6 @@ def answering_code(wildcards):
 def original_answers(wildcards):
     """What a run is paired with; the original itself is paired with nothing."""
     return [f"results/gsm8k/{wildcards.model}/{ORIGINAL}/generations.parquet"] * (wildcards.answering != ORIGINAL)
-
-
-def all_answers(wildcards):
-    pairs = [(model, name) for model in EXPERIMENT.models for name in EXPERIMENT.answering(model)]
-    return [f"results/gsm8k/{model}/{name}/summary.json" for model, name in pairs]
 
 
 rule build_problems:
@@ -71,7 +67,7 @@ rule answer_problems:
     benchmark:
         "benchmarks/{model}/{candidate}/answer_problems.tsv"
     wildcard_constraints:
-        candidate=closed_list(ANSWERING - set(EXPERIMENT.servers)),
+        candidate=closed_list(ANSWERING_NAMES - set(EXPERIMENT.servers)),
     priority: 1  # a fetched candidate is there only while it is needed
     threads: workflow.cores
     resources:
@@ -152,7 +148,7 @@ rule score_answers:
 rule tabulate_answers:
     input:
         code=code("yardstick.cli.tabulate_answers"),
-        summaries=all_answers,
+        summaries=[f"results/gsm8k/{m}/{name}/summary.json" for m, names in ANSWERING.items() for name in names],
     output:
         report("results/gsm8k/table.md", caption="../report/gsm8k.rst", category="Tasks"),
     log:
@@ -163,7 +159,7 @@ rule tabulate_answers:
     resources:
         mem_mb=500,
     params:
-        recipe=as_json({model: EXPERIMENT.answering(model) for model in EXPERIMENT.models}),
+        recipe=as_json(ANSWERING),
     message:
         "Writing {output}"
     shell:

@@ -56,6 +56,7 @@ rule write_record:
         positions=of_all("positions.parquet"),
         quantized=of_all("quantize.json", EXPERIMENT.variants, EXPERIMENT.rivals),
         probes=[f"results/quality/{m}/{name}/probe.json" for m, names in PROBED.items() for name in names],
+        answers=[f"results/gsm8k/{m}/{name}/summary.json" for m, names in ANSWERING.items() for name in names],
         recorded=recorded_figures,
         corpora=expand("data/quality/{model}/manifest.json", model=EXPERIMENT.models),
         plots=expand("results/quality/plots/{model}/{plot}.png", model=EXPERIMENT.models, plot=["kl-bits", "kl-tail"]),
@@ -69,9 +70,9 @@ rule write_record:
     resources:
         mem_mb=1000,
     params:
-        recipe=as_json(TABLE | {"probed": PROBED}),
+        recipe=as_json(TABLE | {"probed": PROBED, "answering": ANSWERING}),
     message:
         "Writing {output}"
     shell:
         "python -m yardstick.cli.document --recipe {params.recipe:q} --results results/quality"
-        " --corpora data/quality --output {output} --log {log}"
+        " --answers results/gsm8k --corpora data/quality --output {output} --log {log}"

@@ -5,6 +5,7 @@ from pathlib import Path
 from yardstick.cli.common import parser, run_step
 from yardstick.files import read_json, write_text
 from yardstick.report.document import write_record
+from yardstick.report.gsm8k import load_answers
 from yardstick.report.results import load_results
 
 
@@ -15,6 +16,7 @@ def main(arguments) -> None:
             read_json(arguments.corpora / model / "manifest.json", "evaluation", "calibration"),
             arguments.results,
             arguments.recipe["recorded"].get(model),
+            load_answers(arguments.answers, model, arguments.recipe["answering"].get(model, [])),
         )
         for model in arguments.recipe["models"]
     ]
@@ -26,6 +28,7 @@ if __name__ == "__main__":
     arguments.add_argument(
         "--results", type=Path, required=True, help="folder that holds <model>/<candidate>/summary.json"
     )
+    arguments.add_argument("--answers", type=Path, required=True, help="folder of the GSM8K results")
     arguments.add_argument("--corpora", type=Path, required=True, help="folder that holds <model>/manifest.json")
     arguments.add_argument("--output", type=Path, required=True, help="quantization.md to write")
     run_step(main, arguments)

@@ -15,6 +15,7 @@ from yardstick.report.markdown import (
     row_name,
     table,
 )
+from yardstick.report.gsm8k import gsm8k_sections
 from yardstick.report.probe import probe_sections
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import ModelResults, Row, verdict
@@ -46,18 +47,19 @@ Beyond 3 it says that something is measured wrongly.
 """
 
 
-def write_record(models: list[tuple[ModelResults, dict, Path, str | None]]) -> str:
-    """The record of all models: results, corpora manifest, results folder and file of recorded figures of each."""
+def write_record(models: list[tuple[ModelResults, dict, Path, str | None, dict]]) -> str:
+    """The record of all models: results, corpora manifest, results folder, file of recorded figures and GSM8K runs of
+    each."""
     floors = "\n".join(f"- *{name}*: {text}" for name, text in NOISE_FLOORS.items())
     parts = ["# Quantization record\n", METHOD, floors + "\n"]
-    for results, corpora, folder, recorded in models:
-        parts += [f"## {results.model}\n", *model_sections(results, corpora, folder)]
+    for results, corpora, folder, recorded, answers in models:
+        parts += [f"## {results.model}\n", *model_sections(results, corpora, folder, answers)]
         if recorded:
             parts += ["### Beside recorded figures\n", *recorded_section(results, Path(recorded))]
     return "\n".join(parts)
 
 
-def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[str]:
+def model_sections(results: ModelResults, corpora: dict, folder: Path, answers: dict) -> list[str]:
     """All sections of one model."""
     parts = ["### Verdict\n", verdict(results) + "\n", reference_line(results) + "\n"]
     parts += ["### Fidelity\n", fidelity_table(results) + "\n", *not_measured_line(results)]
@@ -67,6 +69,9 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[s
     parts += ["### Perplexity and the true token\n", perplexity_table(results) + "\n"]
     parts += ["### By corpus\n", corpus_table(results) + "\n"]
     parts += own_text_section(results)
+    if answers:
+        fidelity = {row.name: row.kl for row in results.measured}
+        parts += ["### Answers to arithmetic in words\n", *gsm8k_sections(answers, fidelity)]
     parts += ["### By confidence of the original\n", bucket_table(results, "confidence", "p1") + "\n"]
     parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
     parts += ["### What is stored\n", storage_table(results) + "\n", *unquantized_lines(results)]
