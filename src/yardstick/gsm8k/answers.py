@@ -178,6 +178,14 @@ def extract_answer(text: str, form: str) -> str | None:
     return _value(last[0]) if last else None
 
 
+def is_complete(text: str, form: str) -> bool:
+    """Whether nothing that may follow can change the answer: the line of the first `####` with a number is ended.
+
+    In the other forms the last answer counts, so that only the end of the text ends it.
+    """
+    return form == "hash" and extract_answer(text[: text.rfind("\n") + 1], form) is not None
+
+
 def cut_at_stops(text: str, stops: list[str]) -> str:
     """`text` before the first of any of the stop strings. An empty one stops nothing."""
     found = [text.find(stop) for stop in stops if stop]
@@ -187,8 +195,8 @@ def cut_at_stops(text: str, stops: list[str]) -> str:
 def judge(generation: Generation, gold: str, form: str) -> tuple[str, str | None]:
     """The category of an answer, and the number that was read from it.
 
-    An answer that ran into the token limit is truncated whatever it holds, and a problem that was not asked is never
-    wrong.
+    An answer that ran into the token limit is truncated, unless it was complete before, and a problem that was not
+    asked is never wrong.
 
     Raises:
         ValueError: `gold` is not canonical (every answer would be wrong), or the generation ended in an unknown way.
@@ -198,9 +206,9 @@ def judge(generation: Generation, gold: str, form: str) -> tuple[str, str | None
     if generation.finish_reason == NOT_ASKED:
         return NOT_ASKED, None
     extracted = extract_answer(generation.text, form)
-    if generation.finish_reason == LENGTH:
+    if generation.finish_reason == LENGTH and not is_complete(generation.text, form):
         return TRUNCATED, extracted
-    if generation.finish_reason != STOP:
+    if generation.finish_reason not in (STOP, LENGTH):
         raise ValueError(f"finish reason {generation.finish_reason!r} is not known")
     if extracted is None:
         return NO_ANSWER, None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from yardstick.gsm8k.answers import cut_at_stops
+from yardstick.gsm8k.answers import cut_at_stops, is_complete
 from yardstick.gsm8k.generation import LENGTH, STOP, Generation
 from yardstick.gsm8k.prompts import Renderer
 from yardstick.models.folder import Original, vocabulary_size
@@ -27,10 +27,9 @@ def answer(
     def ended(text: Text) -> str | None:
         if text.written[-1] in renderer.stop_ids:
             return STOP
-        if renderer.stops:
-            written = renderer.decode(text.written)
-            if any(stop in written for stop in renderer.stops):
-                return STOP
+        written = renderer.decode(text.written)
+        if any(stop in written for stop in renderer.stops) or is_complete(written, settings["answer"]):
+            return STOP
         return LENGTH if len(text.written) >= max_new_tokens else None
 
     texts = (Text(index, ids[index]) for index in indices)

@@ -5,6 +5,7 @@ from pathlib import Path
 from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
+from yardstick.report.gsm8k import gsm8k_sections
 from yardstick.report.markdown import (
     fidelity_table,
     figure,
@@ -15,7 +16,6 @@ from yardstick.report.markdown import (
     row_name,
     table,
 )
-from yardstick.report.gsm8k import gsm8k_sections
 from yardstick.report.probe import probe_sections
 from yardstick.report.recorded import recorded_section
 from yardstick.report.results import ModelResults, Row, verdict
