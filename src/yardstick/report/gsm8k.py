@@ -61,7 +61,7 @@ def gsm8k_row(name: str, run: dict, fidelity: dict[str, float]) -> list[str]:
     score, counts = run["gsm8k"], run["gsm8k"]["counts"]
     asked = f"{score['asked']}" if score["asked"] == score["problems"] else f"{score['asked']} of {score['problems']}"
     cells += [asked, f"{counts['correct']}", share(score["accuracy"]), percent_interval(score["interval"])]
-    cells += [f"{counts['no answer']}", f"{counts['truncated']}"]
+    cells += [f"{counts['no_answer']}", f"{counts['truncated']}"]
     pair = run.get("paired")
     if pair is None:
         return [*cells, *["–"] * 5]
