@@ -50,6 +50,10 @@ class Experiment:
         return self.config["rivals"]
 
     @property
+    def parts(self) -> dict[str, dict]:
+        return self.config["parts"]
+
+    @property
     def candidates(self) -> list[str]:
         """Every name that is a row of some table: variants, rivals and noise floors."""
         return [*self.variants, *self.rivals, *NOISE_FLOORS]
@@ -57,6 +61,19 @@ class Experiment:
     def candidates_of(self, model: str) -> list[str]:
         """Rows of one model's table; a rival may be limited to some models, and one that cannot be read is no row."""
         return [name for name in self.candidates if model in self.models_of(name) and name not in self.unreadable]
+
+    def parts_of(self, model: str) -> list[str]:
+        """Rows of one model that are made of parts of two; those whose both candidates are made for it."""
+        return [name for name in self.parts if model in self.models_of(name)]
+
+    def attributed(self, model: str) -> list[str]:
+        """Candidates of one model whose loss is told apart by module."""
+        wanted = (self.config["attribution"] or {}).get("candidates", [])
+        return [name for name in wanted if model in self.models_of(name)]
+
+    def whole(self, candidate: str) -> str:
+        """The candidate that a row of parts changes; any other candidate is its own."""
+        return self.parts[candidate]["candidate"] if candidate in self.parts else candidate
 
     @property
     def unreadable(self) -> dict[str, str]:
@@ -81,7 +98,10 @@ class Experiment:
         return [name for name, rival in self.rivals.items() if rival["kind"] in kinds]
 
     def models_of(self, candidate: str) -> list[str]:
-        """Models that a candidate is measured for."""
+        """Models that a candidate is measured for; parts are for the models that all of their candidates are for."""
+        if candidate in self.parts:
+            both = [self.models_of(name) for name in part_candidates(self.parts[candidate])]
+            return [model for model in self.models if all(model in models for models in both)]
         return self.rivals.get(candidate, {}).get("models") or list(self.models)
 
     def pairs(self, *groups: dict) -> list[tuple[str, str]]:
@@ -103,11 +123,13 @@ class Experiment:
             return self.variants[candidate]
         if candidate in self.rivals:
             return {key: value for key, value in self.rivals[candidate].items() if key not in USED_ELSEWHERE}
+        if candidate in self.parts:
+            return {"kind": "part"} | self.parts[candidate]
         return {"kind": candidate}
 
     def evaluation_recipe(self, candidate: str) -> dict:
         """How the candidate is measured: source kind, forward, arithmetic, batch."""
-        settings = self.config["evaluation"]
+        candidate, settings = self.whole(candidate), self.config["evaluation"]
         recipe = {"batch_chunks": settings["batch_chunks"], "dtype": settings["dtype"], "forward": "yardstick"}
         if candidate in self.variants:
             return recipe | {"source": "packed"}
@@ -122,6 +144,11 @@ class Experiment:
             half = self.config["corpora"]["evaluation"]["length"] // 2
             return recipe | {"batch_chunks": DECODE_CHUNKS, "decode_from": half}
         return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
+
+
+def part_candidates(part: dict) -> list[str]:
+    """The candidates that a row of parts is made of."""
+    return [part["candidate"], *([part["head_from"]] if part["head_from"] else [])]
 
 
 def read_yaml(path: Path) -> dict:
@@ -219,7 +246,52 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             re.compile(recipe["keep_bf16"] or "")
         except re.error as error:
             raise YardstickError(f"config: variants.{name}.keep_bf16: not a regular expression ({error})") from None
+    for name, part in experiment.parts.items():
+        _check_part(experiment, name, part)
+    for name in (config["attribution"] or {}).get("candidates", []):
+        _require_measured(experiment, name, "attribution.candidates")
     return experiment
+
+
+def _check_part(experiment: Experiment, name: str, part: dict) -> None:
+    """Refuse a row of parts that cannot be made.
+
+    Raises:
+        YardstickError: names the part and what is wrong with it.
+    """
+    where = f"parts.{name}"
+    if name in RESERVED or name in experiment.candidates:
+        raise YardstickError(f"config: {where}: {name} is the name of a candidate or reserved")
+    if not (part["keep_bf16"] or part["head_from"]):
+        raise YardstickError(f"config: {where}: needs keep_bf16 or head_from, or it is {part['candidate']} itself")
+    for key in ("candidate", "head_from"):
+        if part[key]:
+            _require_measured(experiment, part[key], f"{where}.{key}")
+    if part["head_from"] == part["candidate"]:
+        raise YardstickError(f"config: {where}.head_from: is the candidate itself")
+    if len(part_candidates(part)) == 2 and set(part_candidates(part)) <= set(experiment.rivals_of("hub")):
+        raise YardstickError(
+            f"config: {where}: both are rivals of kind hub, of which one at a time is on the disk; read one as local"
+        )
+    if not experiment.models_of(name):
+        raise YardstickError(f"config: {where}: there is no model that both candidates are made for")
+    try:
+        re.compile(part["keep_bf16"] or "")
+    except re.error as error:
+        raise YardstickError(f"config: {where}.keep_bf16: not a regular expression ({error})") from None
+
+
+def _require_measured(experiment: Experiment, name: str, where: str) -> None:
+    """Refuse a name that is no variant or rival, or a rival that cannot be read.
+
+    Raises:
+        YardstickError: names it.
+    """
+    if name not in {*experiment.variants, *experiment.rivals}:
+        known = ", ".join([*experiment.variants, *experiment.rivals])
+        raise YardstickError(f"config: {where}: {name!r} is not a variant or rival (known: {known})")
+    if name in experiment.unreadable:
+        raise YardstickError(f"config: {where}: {name}: {experiment.unreadable[name]}")
 
 
 def _check(value: Any, schema: dict, root: dict, where: str) -> None:

@@ -14,7 +14,8 @@ WITHOUT_JOBS = {"-n", "--dry-run", "--dryrun", "--lint", "--report", "--dag", "-
 WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-summary", "--unlock", "--archive"}
 
 
-CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint", "decoded"}
+MEASURED_FILES = {"summary.json", "positions.parquet", "evaluation.json"}
+CANDIDATE_FILES = MEASURED_FILES | {"quantize.json", "checkpoint", "decoded", "attribution.json"}
 QUALITY_FILES = {"table.md", "quantization.md"}
 
 
@@ -40,15 +41,18 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
             raise YardstickError(f"target {argument}: the config has no model {inside[0]} (known: {known})")
         if parts[0] == "data" or parts[2] == "plots" or len(inside) < 3 or inside[1] == "reference":
             continue
-        if inside[1] not in experiment.candidates_of(inside[0]):
-            known = ", ".join(experiment.candidates_of(inside[0]))
+        rows = [*experiment.candidates_of(inside[0]), *experiment.parts_of(inside[0])]
+        if inside[1] not in rows:
+            known = ", ".join(rows)
             if inside[1] in experiment.unreadable:
                 raise YardstickError(f"target {argument}: {inside[1]}: {experiment.unreadable[inside[1]]}")
-            where = f" for the model {inside[0]}" if inside[1] in experiment.candidates else ""
+            where = f" for the model {inside[0]}" if inside[1] in {*experiment.candidates, *experiment.parts} else ""
             raise YardstickError(f"target {argument}: the config has no candidate {inside[1]}{where} (known: {known})")
-        if inside[2] not in CANDIDATE_FILES:
-            known = ", ".join(sorted(CANDIDATE_FILES))
-            raise YardstickError(f"target {argument}: no such file is made there ({known})")
+        files = MEASURED_FILES if inside[1] in experiment.parts else CANDIDATE_FILES
+        if inside[2] not in files:
+            raise YardstickError(f"target {argument}: no such file is made there ({', '.join(sorted(files))})")
+        if inside[2] == "attribution.json" and inside[1] not in experiment.attributed(inside[0]):
+            raise YardstickError(f"target {argument}: attribution.candidates of the config does not name {inside[1]}")
 
 
 def release_stale_lock(arguments: list[str]):

@@ -128,9 +128,7 @@ def make_branches(modules: list[Module], groups: Iterable[str]) -> list[Branch]:
         branches += [Branch(k, "kind", frozenset(m for m in modules if m.kind == k), kind=k) for k in kinds]
     if "layer" in groups:
         layers = dict.fromkeys(module.layer for module in body)
-        branches += [
-            Branch(f"layer {n}", "layer", frozenset(m for m in body if m.layer == n), layer=n) for n in layers
-        ]
+        branches += [Branch(f"layer {n}", "layer", frozenset(m for m in body if m.layer == n), layer=n) for n in layers]
     if "matrix" in groups:
         branches += [Branch(m.name, "matrix", frozenset([m]), m.layer, m.kind) for m in modules]
     return branches
@@ -215,9 +213,7 @@ def compare_branches(
     return [found[key] for key in keys]
 
 
-def describe_branches(
-    branches: list[Branch], divergences: list[Divergence], candidate: TensorSource
-) -> Iterator[dict]:
+def describe_branches(branches: list[Branch], divergences: list[Divergence], candidate: TensorSource) -> Iterator[dict]:
     """One entry a branch: mean KL (nats), top-1 agreement, weights that are swapped and the bits that they are stored
     in. A tensor that is embedding and head at once counts once."""
     infos = candidate.infos()

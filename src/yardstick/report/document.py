@@ -5,6 +5,7 @@ from pathlib import Path
 from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
+from yardstick.report.attribution import attribution_sections
 from yardstick.report.markdown import (
     fidelity_table,
     figure,
@@ -60,6 +61,7 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path) -> list[s
     parts += ["### By corpus\n", corpus_table(results) + "\n"]
     parts += ["### By confidence of the original\n", bucket_table(results, "confidence", "p1") + "\n"]
     parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
+    parts += attribution_sections(results, folder)
     parts += ["### What is stored\n", storage_table(results) + "\n", *unquantized_lines(results)]
     parts += ["### Quantizers on their calibration data\n", *calibration_section(results, folder)]
     parts += ["### Corpora\n", corpora_table(corpora) + "\n"]

@@ -43,6 +43,8 @@ class ModelResults:
     bar: str
     not_measured: dict[str, str] = field(default_factory=dict)  # rivals without a row, with the reason
     rows: list[Row] = field(default_factory=list)
+    parts: list[Row] = field(default_factory=list)  # each with its paired difference to the candidate that it changes
+    attributed: list[str] = field(default_factory=list)  # candidates with an attribution.json
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -58,28 +60,38 @@ class ModelResults:
 
 
 def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
-    """Read summaries and positions of all candidates of `model`, and pair each with the baseline.
+    """Read summaries and positions of all candidates of `model`, and pair each with the baseline; also of the rows of
+    parts that the recipe names, each paired with the candidate that it changes.
 
     Raises:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
     """
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
-    for name in recipe["models"][model]:
-        folder = Path(results) / model / name
-        summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
-        loaded.rows.append(
-            Row(name, summary, None if summary["failed"] else read_positions(folder / "positions.parquet"))
-        )
+    loaded.rows = [read_row(Path(results) / model, name) for name in recipe["models"][model]]
+    loaded.parts = [read_row(Path(results) / model, name) for name in recipe.get("parts", {}).get(model, [])]
+    loaded.attributed = recipe.get("attribution", {}).get(model, [])
     baseline = loaded.row(loaded.baseline)
-    for row in loaded.measured:
-        if baseline.failed or row is baseline:
+    pairs = [(row, baseline) for row in loaded.rows if row is not baseline]
+    pairs += [(part, loaded.row(part.summary["recipe"]["candidate"]["candidate"])) for part in loaded.parts]
+    for row, other in pairs:
+        if row.failed or other.failed:
             continue
         try:
-            row.difference = paired_difference(row.positions, baseline.positions, recipe["seed"])
+            row.difference = paired_difference(row.positions, other.positions, recipe["seed"])
         except ValueError as error:
-            raise YardstickError(f"{model}: {row.name} and {baseline.name}: {error}; run the older one again") from None
+            raise YardstickError(f"{model}: {row.name} and {other.name}: {error}; run the older one again") from None
     loaded.rows.sort(key=lambda row: (row.failed is not None, row.kl if not row.failed else 0.0, row.name))
     return loaded
+
+
+def read_row(folder: Path, name: str) -> Row:
+    """Summary and positions of a candidate in the folder of its model; a failed one has no positions.
+
+    Raises:
+        YardstickError: a file is missing or damaged.
+    """
+    summary = read_json(folder / name / "summary.json", "failed", "bits_per_weight", "provenance")
+    return Row(name, summary, None if summary["failed"] else read_positions(folder / name / "positions.parquet"))
 
 
 def verdict(results: ModelResults) -> str:

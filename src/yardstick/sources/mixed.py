@@ -25,7 +25,7 @@ SAME_GAIN, SAME_GAIN_NEAR_ZERO = 2.0**-8, 2.0**-20
 
 
 class MixedSource(TensorSource):
-    """The candidate's tensors, but the original's for matrices that `keep_bf16` finds, and `head`'s for the output head.
+    """The candidate's tensors, but the original's for matrices that `keep_bf16` finds, and the output head of `head`.
 
     `keep_bf16` is a regular expression that is searched in the names of the measured matrices: those of all layers, and
     `lm_head.weight` for the output head, whichever tensor a checkpoint uses as its head. A head that is kept or taken
