@@ -68,7 +68,7 @@ class Experiment:
 
     def attributed(self, model: str) -> list[str]:
         """Candidates of one model whose loss is told apart by module."""
-        wanted = (self.config["attribution"] or {}).get("candidates", [])
+        wanted = self.config.get("attribution", {}).get("candidates", [])
         return [name for name in wanted if model in self.models_of(name)]
 
     def whole(self, candidate: str) -> str:
@@ -248,7 +248,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             raise YardstickError(f"config: variants.{name}.keep_bf16: not a regular expression ({error})") from None
     for name, part in experiment.parts.items():
         _check_part(experiment, name, part)
-    for name in (config["attribution"] or {}).get("candidates", []):
+    for name in config.get("attribution", {}).get("candidates", []):
         _require_measured(experiment, name, "attribution.candidates")
     return experiment
 
