@@ -1,13 +1,17 @@
 """A candidate with some of the original's matrices, or with another's head."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import write_tiny_model
+from yardstick.cli import evaluate
 from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import bits_per_weight, schemes, unquantized
 from yardstick.evaluate.candidate import open_candidate
+from yardstick.files import sha256_file
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import expected_tensors, final_hidden_states, head_rows
 from yardstick.quantize.checkpoint import PackedWriter
@@ -189,3 +193,19 @@ def test_a_candidate_is_named_by_a_file_of_it(tied, tmp_path):
     assert open_candidate("packed", index, original).path == ours.path
     assert open_candidate("gguf", theirs.path, original).infos() == theirs.infos()
     assert open_candidate("hf", None, original) is original.source
+
+
+def test_options_of_the_evaluation(tied):
+    original, ours, theirs = tied
+    index = f"packed:{ours.path / 'model.safetensors.index.json'}"
+    arguments = SimpleNamespace(checkpoint=theirs.path, keep_bf16="down_proj", head_from=index)
+    source, modules, inputs = evaluate.mix(theirs, original, arguments)
+    assert torch.equal(source.get(DOWN), original.source.get(DOWN)) and torch.equal(source.get(HEAD), ours.get(HEAD))
+    assert modules == ["yardstick.sources.mixed", "yardstick.sources.packed"]
+    assert inputs == {"head": sha256_file(ours.path / "model.safetensors.index.json")}
+    for changes, message in (
+        ({"checkpoint": None}, "--keep-bf16 and --head-from change a candidate; name it with --checkpoint"),
+        ({"head_from": "nothing"}, "source nothing:.: must be one of"),
+    ):
+        with pytest.raises(YardstickError, match=message):
+            evaluate.mix(theirs, original, SimpleNamespace(**vars(arguments) | changes))
