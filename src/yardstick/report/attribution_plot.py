@@ -19,7 +19,14 @@ def plot_attribution(record: dict, path: Path) -> None:
     """Single matrices as a heat map (log colour), layers as bars on the right, kinds as bars on top, each where it was
     measured. Head and embedding, which are of no layer, are bars of their kind only."""
     figure, grid = plt.subplots(
-        2, 2, figsize=(9, 8), width_ratios=(3, 1), height_ratios=(1, 4), sharex="col", sharey="row"
+        2,
+        2,
+        figsize=(9, 8),
+        width_ratios=(3, 1),
+        height_ratios=(1, 4),
+        sharex="col",
+        sharey="row",
+        layout="constrained",
     )
     (top, corner), (centre, right) = grid
     corner.axis("off")

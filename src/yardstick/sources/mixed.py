@@ -5,8 +5,8 @@ body, one kind of matrix or one layer kept.
 
 A matrix belongs to the norm before it: smoothing (AWQ, SmoothQuant) divides a norm's gain and multiplies the columns
 of the matrices behind it, and each is wrong without the other. So nothing is mixed with a checkpoint whose norms are
-not the original's. Factors between two matrices (up_proj and down_proj) leave no trace in a norm; the tools that make them
-smooth the norms too.
+not the original's. Factors between two matrices (up_proj and down_proj) leave no trace in a norm; the tools that make
+them smooth the norms too.
 """
 
 from collections.abc import Iterable
