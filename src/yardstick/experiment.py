@@ -1,17 +1,15 @@
 """The experiment that a config describes: validated, defaults filled in, candidates by name."""
 
-import copy
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import yaml
 
 from yardstick.errors import YardstickError
 from yardstick.formats import DECODED_BY, KINDS
+from yardstick.schema import check, extended
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
@@ -59,6 +57,10 @@ class Experiment:
         return self.config["rivals"]
 
     @property
+    def parts(self) -> dict[str, dict]:
+        return self.config["parts"]
+
+    @property
     def candidates(self) -> list[str]:
         """Every name that is a row of some table: variants, rivals and noise floors."""
         return [*self.variants, *self.rivals, *NOISE_FLOORS]
@@ -66,6 +68,18 @@ class Experiment:
     def candidates_of(self, model: str) -> list[str]:
         """Rows of one model's table; a rival may be limited to some models, and one that cannot be read is no row."""
         return [name for name in self.candidates if model in self.models_of(name) and name not in self.unreadable]
+
+    def parts_of(self, model: str) -> list[str]:
+        """Rows of one model that are made of parts of two; those whose both candidates are made for it."""
+        return [name for name in self.parts if model in self.models_of(name)]
+
+    def attributed(self, model: str) -> list[str]:
+        """Candidates of one model whose loss is told apart by module."""
+        return self.chosen("attribution", model)
+
+    def whole(self, candidate: str) -> str:
+        """The candidate that a row of parts changes; any other candidate is its own."""
+        return self.parts[candidate]["candidate"] if candidate in self.parts else candidate
 
     @property
     def unreadable(self) -> dict[str, str]:
@@ -90,7 +104,10 @@ class Experiment:
         return [name for name, rival in self.rivals.items() if rival["kind"] in kinds]
 
     def models_of(self, candidate: str) -> list[str]:
-        """Models that a candidate is measured for."""
+        """Models that a candidate is measured for; parts are for the models that all of their candidates are for."""
+        if candidate in self.parts:
+            both = [self.models_of(name) for name in part_candidates(self.parts[candidate])]
+            return [model for model in self.models if all(model in models for models in both)]
         return self.rivals.get(candidate, {}).get("models") or list(self.models)
 
     @property
@@ -189,11 +206,13 @@ class Experiment:
             return self.variants[candidate]
         if candidate in self.rivals:
             return {key: value for key, value in self.rivals[candidate].items() if key not in USED_ELSEWHERE}
+        if candidate in self.parts:
+            return {"kind": "part"} | self.parts[candidate]
         return {"kind": candidate}
 
     def evaluation_recipe(self, candidate: str) -> dict:
         """How the candidate is measured: source kind, forward, arithmetic, batch."""
-        settings = self.config["evaluation"]
+        candidate, settings = self.whole(candidate), self.config["evaluation"]
         recipe = {"batch_chunks": settings["batch_chunks"], "dtype": settings["dtype"], "forward": "yardstick"}
         if candidate in self.variants:
             return recipe | {"source": "packed"}
@@ -210,47 +229,9 @@ class Experiment:
         return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
 
 
-def read_yaml(path: Path) -> dict:
-    """A config file.
-
-    Raises:
-        YardstickError: missing, or not a YAML mapping.
-    """
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise YardstickError(f"{path}: cannot be read as YAML ({' '.join(str(error).split())[:160]})") from None
-    if not isinstance(config, dict):
-        raise YardstickError(f"{path}: is not a YAML mapping")
-    return config
-
-
-def extended(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with what it extends: its own keys win, mappings are merged, and an entry that is null is taken out.
-
-    Raises:
-        YardstickError: the other config cannot be read, or extends a third one.
-    """
-    config = copy.deepcopy(dict(config))
-    if "extends" not in config:
-        return config
-    path = config.pop("extends")
-    if not isinstance(path, str) or not Path(path).is_file():
-        raise YardstickError(f"config: extends: {path!r}: no such file (the path is relative to where you are)")
-    base = read_yaml(Path(path))
-    if "extends" in base:
-        raise YardstickError(f"config: extends: {path} has a key extends too; only one step is followed")
-    return _merged(base, config)
-
-
-def _merged(base: Any, own: Any) -> Any:
-    if not (isinstance(base, dict) and isinstance(own, dict)):
-        return own
-    if any(key in own and own[key] != base.get(key) for key in ("kind", "method")):
-        return own  # made in another way, with other keys
-    taken_out = {key for key, value in own.items() if value is None and isinstance(base.get(key), dict)}
-    merged = base | {key: _merged(base.get(key), value) for key, value in own.items()}
-    return {key: value for key, value in merged.items() if key not in taken_out}
+def part_candidates(part: dict) -> list[str]:
+    """The candidates that a row of parts is made of."""
+    return [part["candidate"], *([part["head_from"]] if part["head_from"] else [])]
 
 
 def load_experiment(config: dict[str, Any]) -> Experiment:
@@ -261,7 +242,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
     """
     schema = yaml.safe_load(SCHEMA_PATH.read_text(encoding="utf-8"))
     config = extended(config)
-    _check(config, schema, schema, "config")
+    check(config, schema, schema, "config")
     experiment = Experiment(config)
     for name, model in experiment.models.items():
         if name in RESERVED_MODELS:
@@ -306,6 +287,10 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
             re.compile(recipe["keep_bf16"] or "")
         except re.error as error:
             raise YardstickError(f"config: variants.{name}.keep_bf16: not a regular expression ({error})") from None
+    for name, part in experiment.parts.items():
+        _check_part(experiment, name, part)
+    for name in config.get("attribution", {}).get("candidates", []):
+        _require_measured(experiment, name, "attribution.candidates")
     return experiment
 
 
@@ -338,44 +323,42 @@ def _check_tasks(experiment: Experiment) -> None:
             )
 
 
-def _check(value: Any, schema: dict, root: dict, where: str) -> None:
-    """Validate `value` in place: kinds are resolved by their key, defaults are filled in, the first fault is raised."""
-    schema = _resolve(schema, root)
-    if "x-kinds" in schema:
-        kinds, key = root["$defs"][schema["x-kinds"]], schema["x-key"]
-        if not isinstance(value, dict) or not isinstance(value.get(key), str) or value[key] not in kinds:
-            found = value.get(key) if isinstance(value, dict) else value
-            raise YardstickError(f"{where}.{key}: must be one of {', '.join(kinds)} (got {found!r})")
-        schema = kinds[value[key]]
-    if isinstance(value, dict) and schema.get("type") == "object":
-        known = {name: _resolve(rule, root) for name, rule in schema.get("properties", {}).items()}
-        for name, rule in known.items():
-            if name not in value and "default" in rule:
-                value[name] = copy.deepcopy(rule["default"])
-        for name in schema.get("required", []):
-            if name not in value:
-                raise YardstickError(f"{where}: key {name!r} is missing")
-        others = schema.get("additionalProperties", True)
-        for name, item in value.items():
-            if "propertyNames" in schema:
-                _check(name, schema["propertyNames"], root, f"{where}: name {name!r}")
-            if name in known:
-                _check(item, known[name], root, f"{where}.{name}")
-            elif others is False:
-                raise YardstickError(f"{where}: unknown key {name!r} (known: {', '.join(known)})")
-            elif isinstance(others, dict):
-                _check(item, others, root, f"{where}.{name}")
-        if len(value) < schema.get("minProperties", 0):
-            raise YardstickError(f"{where}: must not be empty")
-        return
-    if isinstance(value, float) and (schema.get("type") == "integer" or not math.isfinite(value)):
-        raise YardstickError(f"{where}: {value} is not {'an integer' if math.isfinite(value) else 'a finite number'}")
-    plain = {key: rule for key, rule in schema.items() if not key.startswith("x-")}
-    error = next(jsonschema.Draft202012Validator(plain).iter_errors(value), None)
-    if error:
-        raise YardstickError(f"{where}: {error.message}")
+def _check_part(experiment: Experiment, name: str, part: dict) -> None:
+    """Refuse a row of parts that cannot be made.
+
+    Raises:
+        YardstickError: names the part and what is wrong with it.
+    """
+    where = f"parts.{name}"
+    if name in RESERVED or name in experiment.candidates:
+        raise YardstickError(f"config: {where}: {name} is the name of a candidate or reserved")
+    if not (part["keep_bf16"] or part["head_from"]):
+        raise YardstickError(f"config: {where}: needs keep_bf16 or head_from, or it is {part['candidate']} itself")
+    for key in ("candidate", "head_from"):
+        if part[key]:
+            _require_measured(experiment, part[key], f"{where}.{key}")
+    if part["head_from"] == part["candidate"]:
+        raise YardstickError(f"config: {where}.head_from: is the candidate itself")
+    if len(part_candidates(part)) == 2 and set(part_candidates(part)) <= set(experiment.rivals_of("hub")):
+        raise YardstickError(
+            f"config: {where}: both are rivals of kind hub, of which one at a time is on the disk; read one as local"
+        )
+    if not experiment.models_of(name):
+        raise YardstickError(f"config: {where}: there is no model that both candidates are made for")
+    try:
+        re.compile(part["keep_bf16"] or "")
+    except re.error as error:
+        raise YardstickError(f"config: {where}.keep_bf16: not a regular expression ({error})") from None
 
 
-def _resolve(schema: dict, root: dict) -> dict:
-    """The definition that a `$ref` points to, or the schema itself."""
-    return root["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+def _require_measured(experiment: Experiment, name: str, where: str) -> None:
+    """Refuse a name that is no variant or rival, or a rival that cannot be read.
+
+    Raises:
+        YardstickError: names it.
+    """
+    if name not in {*experiment.variants, *experiment.rivals}:
+        known = ", ".join([*experiment.variants, *experiment.rivals])
+        raise YardstickError(f"config: {where}: {name!r} is not a variant or rival (known: {known})")
+    if name in experiment.unreadable:
+        raise YardstickError(f"config: {where}: {name}: {experiment.unreadable[name]}")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from yardstick.evaluate import divergence
-from yardstick.evaluate.divergence import compare, find_fault
+from yardstick.evaluate.divergence import compare, compare_many, find_fault
 
 INF = math.inf
 
@@ -141,3 +141,18 @@ def test_near_equal_models_are_resolved_far_below_the_tolerance():
     expected = expected_kl(states @ head.T, near @ head.T)
     assert float((result.kl - expected).abs().max()) < 2e-7
     assert abs(float((result.kl - expected).mean())) < 2e-8
+
+
+@pytest.mark.parametrize("positions", [70, 400])
+def test_many_candidates_are_compared_as_each_alone(positions, monkeypatch):
+    monkeypatch.setattr(divergence, "POSITION_TILE", 256)  # three candidates share a block, or one takes two
+    head, own_head = torch.randn(2500, 24), torch.randn(2500, 24)
+    reference, labels = 2 * torch.randn(positions, 24), torch.randint(0, 2400, (positions,))
+    candidates = [reference + scale * torch.randn(positions, 24) for scale in (0.01, 0.1, 1, 0.5, 0.02)]
+    found = compare_many(reference, head, candidates, own_head, labels, 2400)
+    for states, many in zip(candidates, found, strict=True):
+        alone = compare(reference, head, states, own_head, labels, 2400)
+        expected = expected_kl(reference @ head[:2400].T, states @ own_head[:2400].T)
+        torch.testing.assert_close(many.kl, expected, rtol=1e-4, atol=1e-4)
+        for name in alone.__dataclass_fields__:
+            torch.testing.assert_close(getattr(many, name), getattr(alone, name), rtol=1e-5, atol=1e-6)

@@ -227,7 +227,7 @@ def test_what_is_probed():
     assert experiment.probe_recipe("gguf-q4_0")["source"] == "gguf"
     target = "results/quality/smollm2-135m/{}/probe.json"
     check_targets([target.format("rtn-g32")], experiment)
-    with pytest.raises(YardstickError, match="the config does not probe noise-hf"):
+    with pytest.raises(YardstickError, match="no probe of noise-hf is made"):
         check_targets([target.format("noise-hf")], experiment)
 
     config = changed("probe", {"candidates": ["gguf-q4_0", "rtn-g32"]})
@@ -235,10 +235,73 @@ def test_what_is_probed():
     config["rivals"]["gguf-q4_0"]["models"] = ["other"]
     some = load_experiment(config)
     assert some.probed_of("smollm2-135m") == ["rtn-g32"] and some.probed_of("other") == ["rtn-g32", "gguf-q4_0"]
-    with pytest.raises(YardstickError, match=r"does not probe gguf-q8_0 \(probed: rtn-g32\)"):
+    with pytest.raises(YardstickError, match=r"no probe of gguf-q8_0 is made \(of: rtn-g32\)"):
         check_targets([target.format("gguf-q8_0")], some)
 
     none = load_experiment(changed("probe", None))
     assert none.probe is None and none.probed_of("smollm2-135m") == [] and none.probe_inputs_recipe() == {}
-    with pytest.raises(YardstickError, match="does not probe rtn-g32 .probed: none, since it has no key probe"):
+    with pytest.raises(YardstickError, match="no probe of rtn-g32 is made .of: none, since it has no key probe"):
         check_targets([target.format("rtn-g32")], none)
+
+
+def with_parts(part, attribution=None):
+    config = changed("rivals/theirs", {"kind": "local", "format": "exl9", "path": "x"})
+    hub = {"kind": "hub", "format": "gguf", "repository": "a/b", "revision": "0" * 40, "files": ["x.gguf"]}
+    config["rivals"] |= {"far": hub, "further": hub, "elsewhere": {"kind": "gguf", "mix": "Q4_0", "models": ["other"]}}
+    config["models"]["other"] = {"kind": "local", "path": "x"}
+    config["rivals"]["gguf-q4_0"]["models"] = ["smollm2-135m"]
+    del config["attribution"]
+    return config | {"parts": part} | ({"attribution": attribution} if attribution else {})
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("p", {"keep_bf16": "x"}, "config.parts.p: key 'candidate' is missing"),
+        ("p", {"candidate": "rtn-g32"}, "config: parts.p: needs keep_bf16 or head_from"),
+        ("p", {"candidate": "rtn-g32", "keep_bf16": ""}, "config.parts.p.keep_bf16: ''"),
+        ("p", {"candidate": "rtn-g32", "keep_bf16": "("}, "config: parts.p.keep_bf16: not a regular expression"),
+        ("p", {"candidate": "noise-hf", "keep_bf16": "x"}, "config: parts.p.candidate: 'noise-hf' is not a variant"),
+        ("p", {"candidate": "rtn-g32", "head_from": "q"}, "config: parts.p.head_from: 'q' is not a variant or rival"),
+        ("p", {"candidate": "rtn-g32", "head_from": "rtn-g32"}, "config: parts.p.head_from: is the candidate itself"),
+        ("p", {"candidate": "theirs", "keep_bf16": "x"}, "parts.p.candidate: theirs: there is no reader for .* exl9"),
+        ("p", {"candidate": "far", "head_from": "further"}, "config: parts.p: both are rivals of kind hub"),
+        ("p", {"candidate": "gguf-q4_0", "head_from": "elsewhere"}, "config: parts.p: there is no model that both"),
+        ("rtn-g32", {"candidate": "rtn-g64", "keep_bf16": "x"}, "config: parts.rtn-g32: rtn-g32 is the name of a cand"),
+        ("noise-hf", {"candidate": "rtn-g64", "keep_bf16": "x"}, "config: parts.noise-hf: noise-hf is the name of a"),
+        ("reference", {"candidate": "rtn-g64", "keep_bf16": "x"}, "config: parts.reference: reference is the name of"),
+    ],
+)
+def test_a_wrong_part_gives_one_line_that_names_it(name, part, message):
+    with pytest.raises(YardstickError, match=message) as error:
+        load_experiment(with_parts({name: part}))
+    assert "\n" not in str(error.value)
+
+
+def test_parts_are_measured_like_what_they_change_and_are_no_rows_of_the_table():
+    parts = {"p": {"candidate": "gguf-q4_0", "head_from": "rtn-g32"}, "q": {"candidate": "rtn-g32", "keep_bf16": "v"}}
+    experiment = load_experiment(with_parts(parts, {"candidates": ["gguf-q4_0", "rtn-g32"], "by": ["kind"]}))
+    assert experiment.parts_of("smollm2-135m") == ["p", "q"] and experiment.parts_of("other") == ["q"]
+    assert not {"p", "q"} & {*experiment.candidates, *experiment.candidates_of("smollm2-135m")}
+    assert experiment.evaluation_recipe("p") == experiment.evaluation_recipe("gguf-q4_0")
+    assert experiment.recipe("q") == {"kind": "part", "candidate": "rtn-g32", "keep_bf16": "v", "head_from": None}
+    assert experiment.attributed("other") == ["rtn-g32"]
+    assert experiment.config["attribution"]["positions"] == 256
+    folder = "results/quality/smollm2-135m"
+    check_targets([f"{folder}/p/summary.json", f"{folder}/rtn-g32/attribution.json"], experiment)
+    for target, named in (
+        (f"{folder}/p/quantize.json", "no such file is made there"),
+        (f"{folder}/rtn-g64/attribution.json", "no attribution of rtn-g64 is made"),
+        ("results/quality/other/p/summary.json", "no candidate p for the model other"),
+    ):
+        with pytest.raises(YardstickError, match=named):
+            check_targets([target], experiment)
+
+
+def test_an_attribution_of_nothing_that_is_measured_is_refused():
+    for name in ("noise-hf", "q", "theirs"):
+        with pytest.raises(YardstickError, match=f"config: attribution.candidates: '?{name}"):
+            load_experiment(with_parts({}, {"candidates": [name]}))
+    with pytest.raises(YardstickError, match="config.attribution.by: 'column' is not one of"):
+        load_experiment(with_parts({}, {"candidates": [], "by": ["column"]}))
+    assert load_experiment(changed("attribution", None)).attributed("smollm2-135m") == []

@@ -13,7 +13,7 @@ from tests.tiny import write_tiny_model
 from yardstick.cli import answer_problems, ask_server, build_problems, score_answers, tabulate_answers
 from yardstick.errors import YardstickError
 from yardstick.files import canonical_json
-from yardstick.gsm8k.generation import LENGTH, NOT_ASKED, STOP, Generation
+from yardstick.gsm8k.generation import NOT_ASKED, STOP, Generation
 from yardstick.gsm8k.kept import KeptAnswers
 from yardstick.gsm8k.problems import Problem
 from yardstick.gsm8k.prompts import QUESTION, Renderer, conversation

@@ -201,7 +201,7 @@ def test_rivals_that_the_plan_knows_cannot_be(tmp_path):
     with pytest.raises(YardstickError, match="rival gguf-q8_0: a qwen3_5_text model cannot be written as GGUF yet"):
         ModelPlan(load_experiment(config), "m", RATES).steps()
     config["rivals"] = {"gone": {"kind": "local", "format": "hf", "path": str(tmp_path / "gone")}}
-    config["bar"] = "gone"
+    config["bar"], config["parts"] = "gone", {}
     with pytest.raises(YardstickError, match="rival gone: .*/gone: no such file or folder"):
         ModelPlan(load_experiment(config), "m", RATES).steps()
     config["models"]["m"]["path"] = "/nope"
@@ -218,3 +218,18 @@ def test_wrong_rates_are_one_line(capsys):
 
 def test_the_measured_rate_is_a_rate():
     assert command.measured_rate(torch.float32, size=256, seconds=0.05) > 1e8
+
+
+def test_parts_and_attributions_are_steps():
+    plan = plan_of("config")
+    steps = {step.name: step for step in plan.steps()}
+    part, whole = steps["measure gguf-iq4_xs-our-head"], steps["measure gguf-iq4_xs"]
+    assert (part.seconds, part.memory) == (whole.seconds, whole.memory)
+    step = steps["attribute gptq-g128-mse"]
+    # 30 layers of 7 matrices: 7 x 465 + 465 + 7 x 30 + 2 x 30 layers of 256 positions, at 7.08 million operations each
+    # and attention; and the heads of 251 states, of which two are the reference's and the original's own
+    operations = 3990 * 256 * (7.078e6 + 2 * 128 * 576) + 251 * 256 * 2 * 49152 * 576
+    assert step.seconds == pytest.approx(4 + operations / (0.65 * 50e12), rel=0.02, abs=1)
+    assert step.memory < 3e9
+    del plan.experiment.config["attribution"]
+    assert not [step.name for step in plan.steps() if step.name.startswith("attribute")]

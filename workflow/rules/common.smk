@@ -33,7 +33,7 @@ def closed_list(names):
 
 wildcard_constraints:
     model=closed_list(EXPERIMENT.models),
-    candidate=closed_list(EXPERIMENT.candidates),
+    candidate=closed_list([*EXPERIMENT.candidates, *EXPERIMENT.parts]),
     variant=closed_list(EXPERIMENT.variants),
     rival=closed_list(EXPERIMENT.rivals),
 
@@ -103,6 +103,8 @@ def ready_to_measure(wildcards):
     """What has to be there before a rival is fetched, so that it is measured at once; a change of it fetches nothing."""
     decoder = EXPERIMENT.decoder(wildcards.rival)
     tools = [f"data/environments/{decoder}/packages.json"] if decoder else []
+    tools += beside_in_parts(wildcards.model, wildcards.rival)
+    tools += ["data/gsm8k/problems.json"] * (wildcards.rival in EXPERIMENT.chosen("gsm8k", wildcards.model))
     names = ["manifest.json"] + ["probe_manifest.json"] * (wildcards.rival in PROBED[wildcards.model])
     return [ancient(path) for path in [f"results/quality/{wildcards.model}/reference/{name}" for name in names] + tools]
 
@@ -127,42 +129,6 @@ def tool_calibration(wildcards):
 def importance_matrix(wildcards):
     needed = EXPERIMENT.rivals[wildcards.rival].get("imatrix", False)
     return [f"results/quality/{wildcards.model}/reference/imatrix.gguf"] if needed else []
-
-
-def checkpoint(wildcards):
-    """The candidate's checkpoint; a noise floor has none, it runs the original weights."""
-    folder = f"results/quality/{wildcards.model}/{wildcards.candidate}/checkpoint"
-    if wildcards.candidate in EXPERIMENT.variants:
-        return [f"{folder}/model.safetensors.index.json"]
-    if EXPERIMENT.decoder(wildcards.candidate):
-        return [f"results/quality/{wildcards.model}/{wildcards.candidate}/decoded/manifest.json"]
-    return [f"{folder}/manifest.json"] if wildcards.candidate in EXPERIMENT.rivals else []
-
-
-def checkpoint_content(wildcards):
-    """What lies beside the manifest under a name that is known beforehand: a GGUF file, whose change is measured again
-    or refused, or a folder that is there only while it is needed."""
-    recipe = EXPERIMENT.recipe(wildcards.candidate)
-    folder = f"results/quality/{wildcards.model}/{wildcards.candidate}"
-    if EXPERIMENT.decoder(wildcards.candidate):
-        return [f"{folder}/decoded/files"]
-    if recipe.get("kind") == "hub":
-        return [f"{folder}/checkpoint/files"]
-    return [f"{folder}/checkpoint/model.gguf"] if recipe.get("kind") == "gguf" else []
-
-
-def evaluation_code(wildcards):
-    recipe = EXPERIMENT.evaluation_recipe(wildcards.candidate)
-    extra = ["yardstick.evaluate.hugging_face"] if recipe["forward"] == "transformers" else []
-    return code("yardstick.cli.evaluate", KINDS[recipe["source"]][0], *extra)
-
-
-def evaluation_params(wildcards):
-    return {
-        "model": wildcards.model,
-        "candidate": EXPERIMENT.recipe(wildcards.candidate),
-        "evaluate": EXPERIMENT.evaluation_recipe(wildcards.candidate),
-    }
 
 
 def of_all(file, *groups):

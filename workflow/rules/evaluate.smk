@@ -7,6 +7,8 @@ rule evaluate_candidate:
         model="data/models/{model}/manifest.json",
         checkpoint=checkpoint,
         content=checkpoint_content,
+        head=head_checkpoint,
+        head_content=head_content,
         chunks="data/quality/{model}/chunks.npz",
         corpora="data/quality/{model}/manifest.json",
         reference="results/quality/{model}/reference/manifest.json",
@@ -26,11 +28,12 @@ rule evaluate_candidate:
     params:
         recipe=lambda w: as_json(evaluation_params(w)),
         checkpoint=lambda w: " ".join(f"--checkpoint {path}" for path in checkpoint(w)),
+        mixing=mixing,
     message:
         "Measuring {wildcards.candidate} of {wildcards.model}"
     shell:
         "python -m yardstick.cli.evaluate --recipe {params.recipe:q} --name {wildcards.candidate}"
-        " --model {input.model} {params.checkpoint} --chunks {input.chunks} --corpora {input.corpora}"
+        " --model {input.model} {params.checkpoint} {params.mixing} --chunks {input.chunks} --corpora {input.corpora}"
         " --reference {input.reference} --positions {output.positions} --output {output.evaluation} --log {log}"
 
 

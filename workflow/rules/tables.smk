@@ -60,6 +60,9 @@ rule write_record:
         recorded=recorded_figures,
         corpora=expand("data/quality/{model}/manifest.json", model=EXPERIMENT.models),
         plots=expand("results/quality/plots/{model}/{plot}.png", model=EXPERIMENT.models, plot=["kl-bits", "kl-tail"]),
+        parts=[path for file in ("summary.json", "positions.parquet") for path in of_parts(file)],
+        attributions=of_attributed("results/quality/{model}/{name}/attribution.json"),
+        attribution_plots=of_attributed("results/quality/plots/{model}/attribution-{name}.png"),
     output:
         report("results/quality/quantization.md", caption="../report/quantization.rst", category="Fidelity"),
     log:
@@ -70,7 +73,7 @@ rule write_record:
     resources:
         mem_mb=1000,
     params:
-        recipe=as_json(TABLE | {"probed": PROBED, "answering": ANSWERING}),
+        recipe=RECORD_RECIPE,
     message:
         "Writing {output}"
     shell:

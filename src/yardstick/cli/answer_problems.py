@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
-from yardstick.cli.evaluate import open_candidate
+from yardstick.evaluate.candidate import open_candidate
 from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
 from yardstick.gsm8k.backends import BACKENDS
 from yardstick.gsm8k.kept import KeptAnswers

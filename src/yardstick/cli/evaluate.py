@@ -9,10 +9,11 @@ from yardstick.cli.common import parser, run_step
 from yardstick.corpora.load import EvaluationWindows, load_windows
 from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import bits_per_weight, schemes, unquantized
-from yardstick.evaluate.divergence import METRIC_VERSION, compare, find_fault, tile_count
+from yardstick.evaluate.candidate import open_candidate, proof
+from yardstick.evaluate.divergence import compare, find_fault, tile_count
 from yardstick.evaluate.positions import positions_frame, write_positions
 from yardstick.evaluate.reference import STATES, load_states
-from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
+from yardstick.files import read_json, sha256_file, write_json
 from yardstick.manifest import checked_files
 from yardstick.models.folder import Original, open_original
 from yardstick.models.prefill import (
@@ -21,21 +22,23 @@ from yardstick.models.prefill import (
     expected_tensors,
     final_hidden_states,
     head_rows,
-    pick_device,
 )
 from yardstick.progress import progress
-from yardstick.provenance import code_digest, machine, package_versions
 from yardstick.sources import KINDS, TensorSource, audit_source
-from yardstick.sources.candidate import open_candidate
 
-# imported by name, so that an edit of it reruns that noise floor and nothing else
-HUGGING_FACE = "yardstick.evaluate.hugging_face"
+# imported by name, so that an edit reruns the noise floor, or the rows of mixed parts, and nothing else
+HUGGING_FACE, MIXED = "yardstick.evaluate.hugging_face", "yardstick.sources.mixed"
 
 
 def main(arguments) -> None:
     exact_arithmetic()
     recipe, original = arguments.recipe["evaluate"], open_original(arguments.model)
     config, source = original.config, open_candidate(recipe["source"], arguments.checkpoint, original)
+    modules = ["yardstick.cli.evaluate", KINDS[recipe["source"]][0]]
+    inputs = {"checkpoint": sha256_file(arguments.checkpoint)} if arguments.checkpoint else {}
+    if arguments.keep_bf16 or arguments.head_from:
+        source, more_modules, head = mix(source, original, arguments)
+        modules, inputs = modules + more_modules, inputs | head
     vocabulary = read_json(arguments.corpora, "vocabulary")["vocabulary"]
     audit_source(source, expected_tensors(config, source))
     windows = load_windows(arguments.chunks)
@@ -58,7 +61,6 @@ def main(arguments) -> None:
     length = windows.inputs.shape[1]
     fault = find_fault(divergence)
     write_positions(arguments.positions, positions_frame(divergence, windows.corpora, length))
-    modules = ["yardstick.cli.evaluate", KINDS[recipe["source"]][0]]
     if recipe["forward"] == "transformers":
         modules.append(HUGGING_FACE)
     write_json(
@@ -72,23 +74,37 @@ def main(arguments) -> None:
             "unquantized": unquantized(source, config),
             "vocabulary": vocabulary,
             "recipe": arguments.recipe,
-            "provenance": {
-                "recipe_sha256": sha256_text(canonical_json(arguments.recipe)),
-                "inputs": {
+            "provenance": proof(
+                arguments.recipe,
+                {
                     "model": original.digest,
                     "chunks": sha256_file(arguments.chunks),
                     "reference": reference_files[STATES],
-                    **({"checkpoint": sha256_file(arguments.checkpoint)} if arguments.checkpoint else {}),
+                    **inputs,
                 },
-                "code_sha256": code_digest(*modules),
-                "metric_version": METRIC_VERSION,
-                "versions": package_versions(),
-                "machine": machine(),
-                "device": str(pick_device()),
-                "dtype": recipe["dtype"],
-            },
+                modules,
+                recipe["dtype"],
+            ),
         },
     )
+
+
+def mix(source: TensorSource, original: Original, arguments) -> tuple[TensorSource, list[str], dict[str, str]]:
+    """The candidate with the parts that are asked for from elsewhere; also the code and the files that this takes.
+
+    Raises:
+        YardstickError: there is no candidate to mix, or what it is to be mixed with is of no known kind.
+    """
+    if arguments.checkpoint is None:
+        raise YardstickError("--keep-bf16 and --head-from change a candidate; name it with --checkpoint")
+    head, modules, inputs = None, [MIXED], {}
+    if arguments.head_from:
+        kind, _, path = arguments.head_from.partition(":")
+        head = open_candidate(kind, Path(path), original)
+        modules.append(KINDS[kind][0])
+        inputs["head"] = sha256_file(Path(path))
+    mixed = importlib.import_module(MIXED)
+    return mixed.MixedSource(source, original.source, original.config, arguments.keep_bf16, head), modules, inputs
 
 
 def run_forward(
@@ -119,6 +135,8 @@ if __name__ == "__main__":
     arguments.add_argument("--name", required=True, help="the candidate's name")
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--checkpoint", type=Path, help="the candidate's file or index; the original if left out")
+    arguments.add_argument("--keep-bf16", help="regular expression: matrices whose name it finds are the original's")
+    arguments.add_argument("--head-from", help="KIND:PATH of another candidate, whose output head is taken")
     arguments.add_argument("--chunks", type=Path, required=True, help="evaluation windows")
     arguments.add_argument("--corpora", type=Path, required=True, help="the corpora's manifest.json")
     arguments.add_argument("--reference", type=Path, required=True, help="manifest.json of the reference")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
+from yardstick.evaluate.candidate import open_candidate
 from yardstick.evaluate.probe import ProbedMatrix, probe_matrices, summarize_probe
 from yardstick.evaluate.probe_inputs import HEAD
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
@@ -13,7 +14,6 @@ from yardstick.models.prefill import exact_arithmetic, expected_tensors, head_na
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, machine, package_versions
 from yardstick.sources import KINDS, TensorInfo, audit_source
-from yardstick.sources.candidate import open_candidate
 from yardstick.sources.safetensors_file import SafetensorsReader
 
 

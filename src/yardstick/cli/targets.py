@@ -14,8 +14,9 @@ WITHOUT_JOBS = {"-n", "--dry-run", "--dryrun", "--lint", "--report", "--dag", "-
 WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-summary", "--unlock", "--archive"}
 
 
-CANDIDATE_FILES = {"summary.json", "positions.parquet", "evaluation.json", "quantize.json", "checkpoint", "decoded"}
-CANDIDATE_FILES |= {"probe.json"}  # where the config probes the candidate
+MEASURED_FILES = {"summary.json", "positions.parquet", "evaluation.json"}
+CANDIDATE_FILES = MEASURED_FILES | {"quantize.json", "checkpoint", "decoded", "attribution.json", "probe.json"}
+ANSWER_FILES = {"summary.json", "answers.parquet", "generations.parquet", "generation.json"}
 QUALITY_FILES = {"table.md", "quantization.md"}
 
 
@@ -27,6 +28,8 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
     """
     for argument in arguments:
         parts = Path(argument).parts  # also takes off a leading ./
+        if parts[:2] == ("results", "gsm8k"):
+            check_answers_target(argument, parts[2:], experiment)
         if parts[:2] not in (("results", "quality"), ("data", "quality")) or len(parts) < 3:
             continue
         inside = parts[3:] if parts[2] == "plots" else parts[2:]
@@ -41,18 +44,45 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
             raise YardstickError(f"target {argument}: the config has no model {inside[0]} (known: {known})")
         if parts[0] == "data" or parts[2] == "plots" or len(inside) < 3 or inside[1] == "reference":
             continue
-        if inside[1] not in experiment.candidates_of(inside[0]):
-            known = ", ".join(experiment.candidates_of(inside[0]))
+        rows = [*experiment.candidates_of(inside[0]), *experiment.parts_of(inside[0])]
+        if inside[1] not in rows:
+            known = ", ".join(rows)
             if inside[1] in experiment.unreadable:
                 raise YardstickError(f"target {argument}: {inside[1]}: {experiment.unreadable[inside[1]]}")
-            where = f" for the model {inside[0]}" if inside[1] in experiment.candidates else ""
+            where = f" for the model {inside[0]}" if inside[1] in {*experiment.candidates, *experiment.parts} else ""
             raise YardstickError(f"target {argument}: the config has no candidate {inside[1]}{where} (known: {known})")
-        if inside[2] not in CANDIDATE_FILES:
-            known = ", ".join(sorted(CANDIDATE_FILES))
-            raise YardstickError(f"target {argument}: no such file is made there ({known})")
-        if inside[2] == "probe.json" and inside[1] not in experiment.probed_of(inside[0]):
-            known = ", ".join(experiment.probed_of(inside[0])) or "none, since it has no key probe"
-            raise YardstickError(f"target {argument}: the config does not probe {inside[1]} (probed: {known})")
+        files = MEASURED_FILES if inside[1] in experiment.parts else CANDIDATE_FILES
+        if inside[2] not in files:
+            raise YardstickError(f"target {argument}: no such file is made there ({', '.join(sorted(files))})")
+        for file, key in (("probe.json", "probe"), ("attribution.json", "attribution")):
+            chosen = experiment.chosen(key, inside[0])
+            if inside[2] == file and inside[1] not in chosen:
+                known = ", ".join(chosen) or f"none, since it has no key {key}"
+                raise YardstickError(f"target {argument}: no {key} of {inside[1]} is made (of: {known})")
+
+
+def check_answers_target(argument: str, inside: tuple[str, ...], experiment: Experiment) -> None:
+    """Refuse a target of the GSM8K task that is not made.
+
+    Raises:
+        YardstickError: names it, and what there is.
+    """
+    if "gsm8k" not in experiment.config:
+        raise YardstickError(f"target {argument}: the config has no key gsm8k")
+    if len(inside) == 1:
+        if inside[0] != "table.md":
+            raise YardstickError(f"target {argument}: no such file is made there (table.md)")
+        return
+    if inside and inside[0] not in experiment.models:
+        known = ", ".join(experiment.models)
+        raise YardstickError(f"target {argument}: the config has no model {inside[0]} (known: {known})")
+    if len(inside) < 3:
+        return
+    if inside[1] not in experiment.answering(inside[0]):
+        known = ", ".join(experiment.answering(inside[0]))
+        raise YardstickError(f"target {argument}: nobody answers as {inside[1]} (known: {known})")
+    if inside[2] not in ANSWER_FILES:
+        raise YardstickError(f"target {argument}: no such file is made there ({', '.join(sorted(ANSWER_FILES))})")
 
 
 def release_stale_lock(arguments: list[str]):

@@ -12,6 +12,7 @@ Logits are fp32 whatever the body computed in, sums are fp64. Equal inputs give 
 logits are minus infinity adds nothing; p > 0 where q = 0 makes the KL infinite, which `find_fault` reports.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,65 +90,109 @@ def compare(
         vocabulary: real rows of the heads, where a checkpoint pads them; all of them by default.
         on_positions: told the positions done, once for each tile of the vocabulary.
     """
-    device = states.device
+    return compare_many(reference_states, reference_head, [states], head, labels, vocabulary, on_positions)[0]
+
+
+def compare_many(
+    reference_states: torch.Tensor,
+    reference_head,
+    candidates: Sequence[torch.Tensor],
+    head,
+    labels: torch.Tensor,
+    vocabulary: int | None = None,
+    on_positions=lambda positions: None,
+) -> list[Divergence]:
+    """As `compare`, for the states of several models that share one head: the reference's side is worked out once.
+
+    `on_positions` is told the positions of all candidates.
+    """
+    device = candidates[0].device
     reference_states, labels = reference_states.to(device), labels.to(device).long()
-    blocks = [slice(start, start + POSITION_TILE) for start in range(0, len(states), POSITION_TILE)]
-    running = [_Comparison(labels[rows]) for rows in blocks]
+    blocks = [slice(start, start + POSITION_TILE) for start in range(0, len(labels), POSITION_TILE)]
+    together = max(1, POSITION_TILE // len(labels))  # short candidates share a block
+    groups = [candidates[start : start + together] for start in range(0, len(candidates), together)]
+    references = [_Reference(labels[rows]) for rows in blocks]
+    running = [[_Comparison(reference, len(group)) for reference in references] for group in groups]
     vocabulary = len(head) if vocabulary is None else vocabulary
     for first in range(0, vocabulary, VOCAB_TILE):
         tile = slice(first, min(first + VOCAB_TILE, vocabulary))
         reference_tile, own_tile = reference_head[tile].to(device).float(), head[tile].to(device).float()
-        for rows, comparison in zip(blocks, running, strict=True):
+        for block, rows in enumerate(blocks):
             x = reference_states[rows].float() @ reference_tile.T
-            y = states[rows].float() @ own_tile.T
-            comparison.add(x, y, first)
-            on_positions(len(y))
-    parts = [comparison.result() for comparison in running]
-    return Divergence(*(torch.cat([getattr(b, name) for b in parts]) for name in Divergence.__dataclass_fields__))
+            references[block].add(x, first)
+            for group, comparisons in zip(groups, running, strict=True):
+                states = torch.cat([states[rows] for states in group]) if len(group) > 1 else group[0][rows]
+                y = states.float() @ own_tile.T
+                comparisons[block].add(x, y, first)
+                on_positions(len(y))
+    found = []
+    for group, comparisons in zip(groups, running, strict=True):
+        parts = [comparison.results() for comparison in comparisons]
+        for index in range(len(group)):
+            values = ([getattr(part[index], name) for part in parts] for name in Divergence.__dataclass_fields__)
+            found.append(Divergence(*map(torch.cat, values)))
+    return found
+
+
+class _Reference:
+    """The reference's side of a block of positions, which all candidates of the block are held against."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self.labels, self.softmax = labels, _Softmax(len(labels), labels.device)
+        self.old_total, self.rescale, self.p = self.softmax.total, None, None
+
+    def add(self, x: torch.Tensor, first: int) -> None:
+        """Take in the logits [positions, tile] of the vocabulary from `first` on."""
+        self.old_total, self.rescale = self.softmax.total, self.softmax.enter(x, self.labels, first)
+        self.p = (x - self.softmax.offset[:, None]).exp_()
+        self.softmax.total = self.old_total * self.rescale + _row_sums(self.p)
 
 
 class _Comparison:
-    """Running sums of a block of positions."""
+    """Running sums of a block of positions for `count` candidates, one after the other."""
 
-    def __init__(self, labels: torch.Tensor) -> None:
-        positions, device = len(labels), labels.device
-        self.labels = labels
-        self.reference, self.candidate = _Softmax(positions, device), _Softmax(positions, device)
+    def __init__(self, reference: _Reference, count: int) -> None:
+        self.reference, self.count, self.labels = reference, count, reference.labels.repeat(count)
+        positions, device = len(self.labels), self.labels.device
+        self.candidate = _Softmax(positions, device)
         self.gap = torch.zeros(positions, device=device)  # c, the difference of the maxima so far
         # sum of exp(x - max x) (x - y - c)
         self.cross = torch.zeros(positions, dtype=torch.float64, device=device)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, first: int) -> None:
-        """Take in the logits [positions, tile] of both models, of the vocabulary from `first` on."""
-        reference, candidate, old_gap = self.reference, self.candidate, self.gap
-        rescale = reference.enter(x, self.labels, first)
+        """Take in the logits x [positions, tile] of the reference, which has them already, and y [count * positions,
+        tile]; y is used up."""
+        reference, candidate, old_gap, count = self.reference, self.candidate, self.gap, self.count
         candidate.total *= candidate.enter(y, self.labels, first)
-        self.gap = gap = reference.offset - candidate.offset
+        self.gap = gap = reference.softmax.offset.repeat(count) - candidate.offset
         # old terms, on the new gap
-        cross = (self.cross + reference.total * (old_gap.double() - gap.double())) * rescale
-        difference = (x - y).sub_(gap[:, None])
-        x.sub_(reference.offset[:, None])
-        y.sub_(candidate.offset[:, None])
-        p, q = x.exp_(), y.exp_()
-        reference.total = reference.total * rescale + _row_sums(p)
-        candidate.total += _row_sums(q)
+        moved = reference.old_total.repeat(count) * (old_gap.double() - gap.double())
+        cross = (self.cross + moved) * reference.rescale.repeat(count)
+        apart = y.unflatten(0, (count, -1))
+        difference = (x - apart).sub_(gap.view(count, -1, 1))
+        candidate.total += _row_sums(y.sub_(candidate.offset[:, None]).exp_())
         if not bool(difference.sum().isfinite()):
-            difference.masked_fill_(p == 0, 0.0)  # minus infinity in both: 0 * (inf - inf) is 0 here
-        self.cross = cross + _row_sums(p.mul_(difference))
+            difference.masked_fill_(reference.p == 0, 0.0)  # minus infinity in both: 0 * (inf - inf) is 0 here
+        self.cross = cross + _row_sums(difference.mul_(reference.p).flatten(0, 1))
 
-    def result(self) -> Divergence:
-        reference, candidate = self.reference, self.candidate
+    def results(self) -> list[Divergence]:
+        """One for each candidate."""
+        reference, candidate, count = self.reference.softmax, self.candidate, self.count
         x_lse, y_lse = reference.logsumexp(), candidate.logsumexp()
-        label_x, label_y = reference.label_logit.double() - x_lse, candidate.label_logit.double() - y_lse
-        return Divergence(
-            kl=self.cross / reference.total - (x_lse - y_lse - self.gap.double()),
-            reference_nll=-label_x,
-            nll=-label_y,
-            reference_top1=reference.argmax,
-            top1=candidate.argmax,
-            reference_top1_probability=(reference.maximum.double() - x_lse).exp(),
-            label_delta_p=label_y.exp() - label_x.exp(),
-        )
+        label_x = (reference.label_logit.double() - x_lse).repeat(count)
+        label_y = candidate.label_logit.double() - y_lse
+        kl = self.cross / reference.total.repeat(count) - (x_lse.repeat(count) - y_lse - self.gap.double())
+        both = {
+            "kl": kl,
+            "reference_nll": -label_x,
+            "nll": -label_y,
+            "reference_top1": reference.argmax.repeat(count),
+            "top1": candidate.argmax,
+            "reference_top1_probability": (reference.maximum.double() - x_lse).exp().repeat(count),
+            "label_delta_p": label_y.exp() - label_x.exp(),
+        }
+        apart = {name: values.chunk(count) for name, values in both.items()}
+        return [Divergence(**{name: values[index] for name, values in apart.items()}) for index in range(count)]
 
 
 def _row_sums(values: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 
 from yardstick.errors import YardstickError
+from yardstick.evaluate.attribution import BATCH_POSITIONS, LONGEST
 from yardstick.evaluate.divergence import POSITION_TILE, VOCAB_TILE
 from yardstick.experiment import NOISE_FLOORS, Experiment
 from yardstick.models.config import ModelConfig, read_config
@@ -127,7 +128,8 @@ class ModelPlan:
             steps.append(self.evaluate(name))
             if name in probed:
                 steps.append(self.probe(name))
-        return steps
+        steps += [self.evaluate(name) for name in self.experiment.parts_of(self.model)]
+        return steps + [self.attribute(name) for name in self.experiment.attributed(self.model)]
 
     def weights(self) -> list[Weights]:
         """Sizes of the original and of every candidate whose format is known beforehand."""
@@ -194,7 +196,9 @@ class ModelPlan:
         return self.results / name / "checkpoint"
 
     def candidate_size(self, name: str) -> float:
-        """Bytes of a candidate's files; of a fetched one as the config says, else about 5 bits a weight."""
+        """Bytes of a candidate's files; of a fetched one as the config says, else about 5 bits a weight. Of a row of
+        parts, those of the candidate that it changes."""
+        name = self.experiment.whole(name)
         known = self.candidate(name)
         return known.stored if known else self.experiment.rivals[name].get("bytes", self.model_bytes * 5 / 16)
 
@@ -337,6 +341,29 @@ class ModelPlan:
         seconds += operations / (FORWARD_SHARE * self.rates.products["float32"])
         record = 300 * len(matrices(self.config))
         return Step(f"probe {name}", self.results / name / "probe.json", reads, record, PROCESS + 20 * largest, seconds)
+
+    def attribute(self, name: str) -> Step:
+        """Every matrix, kind and layer swapped alone: a branch costs the layers from its first swap on."""
+        config, settings = self.config, self.experiment.config["attribution"]
+        positions, layers = settings["positions"], config.num_layers
+        linears = [config.layer_linears(layer) for layer in range(layers)]
+        kinds = len({kind for names in linears for kind in names})
+        alone = {"matrix": [len(names) for names in linears], "layer": [1] * layers}
+        passes = layers * (2 + (kinds if "kind" in settings["by"] else 0))
+        for group, counts in alone.items():
+            if group in settings["by"]:
+                passes += sum(count * (layers - layer) for layer, count in enumerate(counts))
+        branches = 2 + kinds + sum(sum(counts) for group, counts in alone.items() if group in settings["by"])
+        operations = passes / layers * forward_operations(config, max(1, positions // LONGEST), min(positions, LONGEST))
+        operations += 2 * (branches + 2) * positions * config.vocab_size * config.hidden_size
+        states = 2 * 4 * branches * positions * config.hidden_size
+        tile = 4 * (2 * VOCAB_TILE * config.hidden_size + 4 * POSITION_TILE * VOCAB_TILE)
+        # both models' layers
+        memory = 2 * self.forward_memory(4, BATCH_POSITIONS // LONGEST, LONGEST, 0) - PROCESS + states + tile
+        reads = 3 * self.candidate_size(name) + 2 * self.model_bytes
+        seconds = START_SECONDS + operations / (FORWARD_SHARE * self.rates.products["float32"])
+        output = self.results / name / "attribution.json"
+        return Step(f"attribute {name}", output, reads, 500 * branches, memory, seconds + reads / self.rates.disk)
 
 
 def missing_bytes(steps: list[Step]) -> float:

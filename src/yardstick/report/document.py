@@ -5,6 +5,7 @@ from pathlib import Path
 from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
+from yardstick.report.attribution import attribution_sections
 from yardstick.report.gsm8k import gsm8k_sections
 from yardstick.report.markdown import (
     fidelity_table,
@@ -74,6 +75,7 @@ def model_sections(results: ModelResults, corpora: dict, folder: Path, answers: 
         parts += ["### Answers to arithmetic in words\n", *gsm8k_sections(answers, fidelity)]
     parts += ["### By confidence of the original\n", bucket_table(results, "confidence", "p1") + "\n"]
     parts += ["### By position in the chunk\n", bucket_table(results, "by_position", "from") + "\n"]
+    parts += attribution_sections(results, folder)
     parts += ["### What is stored\n", storage_table(results) + "\n", *unquantized_lines(results)]
     parts += ["### Quantizers on their calibration data\n", *calibration_section(results, folder)]
     parts += probe_sections(results, folder)

@@ -45,6 +45,8 @@ class ModelResults:
     own_texts: list[str] = field(default_factory=list)  # corpora that the model itself has written
     probed: list[str] = field(default_factory=list)  # candidates that have a probe.json
     rows: list[Row] = field(default_factory=list)
+    parts: list[Row] = field(default_factory=list)  # each with its paired difference to the candidate that it changes
+    attributed: list[str] = field(default_factory=list)  # candidates with an attribution.json
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -60,7 +62,8 @@ class ModelResults:
 
 
 def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
-    """Read summaries and positions of all candidates of `model`, and pair each with the baseline.
+    """Read summaries and positions of all candidates of `model`, and pair each with the baseline; also of the rows of
+    parts that the recipe names, each paired with the candidate that it changes.
 
     Raises:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
@@ -68,27 +71,35 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
     loaded.own_texts = recipe["own_texts"]
     loaded.probed = recipe.get("probed", {}).get(model, [])
-    for name in recipe["models"][model]:
-        folder = Path(results) / model / name
-        summary = read_json(folder / "summary.json", "failed", "bits_per_weight", "provenance")
-        loaded.rows.append(
-            Row(name, summary, None if summary["failed"] else load_positions(folder, recipe["own_texts"]))
-        )
+    own, parts = recipe["own_texts"], recipe.get("parts", {}).get(model, [])
+    loaded.rows = [read_row(Path(results) / model, name, own) for name in recipe["models"][model]]
+    loaded.parts = [read_row(Path(results) / model, name, own) for name in parts]
+    loaded.attributed = recipe.get("attribution", {}).get(model, [])
     baseline = loaded.row(loaded.baseline)
-    for row in loaded.measured:
-        if baseline.failed or row is baseline:
+    pairs = [(row, baseline) for row in loaded.rows if row is not baseline]
+    pairs += [(part, loaded.row(part.summary["recipe"]["candidate"]["candidate"])) for part in loaded.parts]
+    for row, other in pairs:
+        if row.failed or other.failed:
             continue
         try:
-            row.difference = paired_difference(row.positions, baseline.positions, recipe["seed"])
+            row.difference = paired_difference(row.positions, other.positions, recipe["seed"])
         except ValueError as error:
-            raise YardstickError(f"{model}: {row.name} and {baseline.name}: {error}; run the older one again") from None
+            raise YardstickError(f"{model}: {row.name} and {other.name}: {error}; run the older one again") from None
     loaded.rows.sort(key=lambda row: (row.failed is not None, row.kl if not row.failed else 0.0, row.name))
     return loaded
 
 
-def load_positions(folder: Path, own_texts: list[str]) -> pd.DataFrame:
-    """Positions of the texts that figures over all are made of."""
-    return leave_out(read_positions(folder / "positions.parquet"), own_texts)
+def read_row(folder: Path, name: str, own_texts: list[str]) -> Row:
+    """Summary of a candidate in the folder of its model, and its positions on the texts that figures over all are made
+    of; a failed one has no positions.
+
+    Raises:
+        YardstickError: a file is missing or damaged.
+    """
+    summary = read_json(folder / name / "summary.json", "failed", "bits_per_weight", "provenance")
+    if summary["failed"]:
+        return Row(name, summary, None)
+    return Row(name, summary, leave_out(read_positions(folder / name / "positions.parquet"), own_texts))
 
 
 def verdict(results: ModelResults) -> str:
