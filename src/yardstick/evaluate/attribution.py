@@ -155,8 +155,8 @@ def branch_states(
         states[1] = embed(candidate, config, input_ids, DTYPE, device)
     place = [int(own) for own in own_embedding]
     at_once = max(1, BATCH_POSITIONS // input_ids.numel())
-    pairs = zip(layers_ahead(original, config, DTYPE, device), layers_ahead(candidate, config, DTYPE, device))  # noqa: B905 (both have all layers)
-    for (layer, weights), (_, own_weights) in pairs:
+    both = [layers_ahead(source, config, DTYPE, device) for source in (original, candidate)]
+    for (layer, weights), (_, own_weights) in zip(*both, strict=True):
         changed = {short for short in weights if not torch.equal(weights[short], own_weights[short])}
         steps = [(0, frozenset())]  # the original goes first, and keeps its number
         for branch, start in zip(branches, place, strict=True):
