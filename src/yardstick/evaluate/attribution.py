@@ -73,8 +73,7 @@ def choose_positions(windows: EvaluationWindows, positions: int) -> tuple[torch.
             f"attribution.positions: {positions}: must be {len(corpora) * length} (a stretch of {length} tokens of "
             f"each corpus) to {most} (all windows)"
         )
-    seen: dict[str, int] = {}
-    rank = [seen[name] for name in windows.corpora if not seen.update({name: seen.get(name, -1) + 1})]
+    rank = [windows.corpora[:i].count(name) for i, name in enumerate(windows.corpora)]  # in its corpus
     order = sorted(range(count), key=lambda i: (rank[i], corpora.index(windows.corpora[i])))
     places = [(i, start) for start in range(0, window - length + 1, length) for i in order][:rows]
     ids = torch.stack([windows.ids[i, start : start + length + 1] for i, start in places])
