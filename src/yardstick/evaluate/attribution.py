@@ -73,8 +73,7 @@ def choose_positions(windows: EvaluationWindows, positions: int) -> tuple[torch.
             f"attribution.positions: {positions}: must be {len(corpora) * length} (a stretch of {length} tokens of "
             f"each corpus) to {most} (all windows)"
         )
-    seen: dict[str, int] = {}
-    rank = [seen[name] for name in windows.corpora if not seen.update({name: seen.get(name, -1) + 1})]
+    rank = [windows.corpora[:i].count(name) for i, name in enumerate(windows.corpora)]  # in its corpus
     order = sorted(range(count), key=lambda i: (rank[i], corpora.index(windows.corpora[i])))
     places = [(i, start) for start in range(0, window - length + 1, length) for i in order][:rows]
     ids = torch.stack([windows.ids[i, start : start + length + 1] for i, start in places])
@@ -155,8 +154,8 @@ def branch_states(
         states[1] = embed(candidate, config, input_ids, DTYPE, device)
     place = [int(own) for own in own_embedding]
     at_once = max(1, BATCH_POSITIONS // input_ids.numel())
-    pairs = zip(layers_ahead(original, config, DTYPE, device), layers_ahead(candidate, config, DTYPE, device))  # noqa: B905 (both have all layers)
-    for (layer, weights), (_, own_weights) in pairs:
+    both = [layers_ahead(source, config, DTYPE, device) for source in (original, candidate)]
+    for (layer, weights), (_, own_weights) in zip(*both, strict=True):
         changed = {short for short in weights if not torch.equal(weights[short], own_weights[short])}
         steps = [(0, frozenset())]  # the original goes first, and keeps its number
         for branch, start in zip(branches, place, strict=True):
