@@ -1,6 +1,10 @@
-# What the rules that measure look up: files and code of a candidate, of rows of parts, of attribution.
+# What the rules that measure look up: files and code of a candidate, of rows of parts, of attribution, of answers.
 
 from yardstick.experiment import part_candidates
+
+TASK = EXPERIMENT.config.get("gsm8k", {})
+ANSWERING = {model: EXPERIMENT.answering(model) for model in EXPERIMENT.models}
+ANSWERING_NAMES = {name for names in ANSWERING.values() for name in names}
 
 
 def checkpoint_of(model, candidate):
@@ -109,12 +113,33 @@ def of_attributed(pattern):
     return [pattern.format(model=model, name=name) for model in models for name in EXPERIMENT.attributed(model)]
 
 
+def problem_file(wildcards):
+    """Problems that lie on this machine: an edit of them reruns everything that follows."""
+    return [TASK["problems"]["path"]] if TASK["problems"]["kind"] == "file" else []
+
+
+def answering_params(wildcards):
+    name = wildcards.candidate
+    made = EXPERIMENT.recipe(name) if name in EXPERIMENT.candidates else {"kind": name}
+    return {"model": wildcards.model, "candidate": made, "answer": EXPERIMENT.answering_recipe(name)}
+
+
+def answering_code(wildcards):
+    recipe = EXPERIMENT.answering_recipe(wildcards.candidate)
+    return code("yardstick.cli.answer_problems", KINDS[recipe["source"]][0], BACKENDS[recipe["backend"]])
+
+
+def original_answers(wildcards):
+    """What a run is paired with; the original itself is paired with nothing."""
+    return [f"results/gsm8k/{wildcards.model}/{ORIGINAL}/generations.parquet"] * (wildcards.answering != ORIGINAL)
+
+
 RECORD_RECIPE = as_json(
     TABLE
     | {
         "parts": {model: EXPERIMENT.parts_of(model) for model in EXPERIMENT.models},
         "attribution": {model: EXPERIMENT.attributed(model) for model in EXPERIMENT.models},
         "probed": PROBED,
-        "answering": {model: EXPERIMENT.answering(model) for model in EXPERIMENT.models},
+        "answering": ANSWERING,
     }
 )

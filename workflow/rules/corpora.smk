@@ -1,23 +1,6 @@
 # Token windows to measure on, and sequences to calibrate on.
 
 
-def pinned_manifest(wildcards):
-    pin = EXPERIMENT.models[wildcards.model]["corpora_pin"]
-    return [pin] if pin else []
-
-
-def own_text(wildcards):
-    """Windows that the model itself writes, where the config asks for them."""
-    return [f"data/quality/{wildcards.model}/generated.npz"] if EXPERIMENT.own_texts else []
-
-
-def text_files(wildcards):
-    """Texts that lie on this machine: an edit of them reruns everything that follows."""
-    corpora = EXPERIMENT.config["corpora"]
-    texts = [text for part in ("evaluation", "calibration") for text in corpora[part]["texts"].values()]
-    return [text["source"]["path"] for text in texts if text["source"]["kind"] == "file"]
-
-
 rule generate_text:
     input:
         code=code("yardstick.cli.generate_text"),

@@ -1,34 +1,9 @@
 # What candidates, the original and servers answer to arithmetic in words.
 
-TASK = EXPERIMENT.config.get("gsm8k", {})
-ANSWERING = {model: EXPERIMENT.answering(model) for model in EXPERIMENT.models}
-ANSWERING_NAMES = {name for names in ANSWERING.values() for name in names}
-
 
 wildcard_constraints:
     answering=closed_list(ANSWERING_NAMES),
     server=closed_list(EXPERIMENT.servers),
-
-
-def problem_file(wildcards):
-    """Problems that lie on this machine: an edit of them reruns everything that follows."""
-    return [TASK["problems"]["path"]] if TASK["problems"]["kind"] == "file" else []
-
-
-def answering_params(wildcards):
-    name = wildcards.candidate
-    made = EXPERIMENT.recipe(name) if name in EXPERIMENT.candidates else {"kind": name}
-    return {"model": wildcards.model, "candidate": made, "answer": EXPERIMENT.answering_recipe(name)}
-
-
-def answering_code(wildcards):
-    recipe = EXPERIMENT.answering_recipe(wildcards.candidate)
-    return code("yardstick.cli.answer_problems", KINDS[recipe["source"]][0], BACKENDS[recipe["backend"]])
-
-
-def original_answers(wildcards):
-    """What a run is paired with; the original itself is paired with nothing."""
-    return [f"results/gsm8k/{wildcards.model}/{ORIGINAL}/generations.parquet"] * (wildcards.answering != ORIGINAL)
 
 
 rule build_problems:

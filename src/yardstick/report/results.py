@@ -69,9 +69,9 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
         YardstickError: a file is missing or damaged, or two candidates were measured on different positions.
     """
     loaded = ModelResults(model, recipe["baseline"], recipe["bar"], recipe.get("not_measured", {}))
-    loaded.own_texts = recipe["own_texts"]
+    loaded.own_texts = recipe.get("own_texts", [])
     loaded.probed = recipe.get("probed", {}).get(model, [])
-    own, parts = recipe["own_texts"], recipe.get("parts", {}).get(model, [])
+    own, parts = recipe.get("own_texts", []), recipe.get("parts", {}).get(model, [])
     loaded.rows = [read_row(Path(results) / model, name, own) for name in recipe["models"][model]]
     loaded.parts = [read_row(Path(results) / model, name, own) for name in parts]
     loaded.attributed = recipe.get("attribution", {}).get(model, [])
