@@ -102,6 +102,8 @@ def test_planned_bytes_of_the_probe_are_those_of_its_inputs(tmp_path, family, la
     folder = write_tiny_model(tmp_path / "model", family, tied=False, layers=4)
     config = yaml.safe_load(Path("config/config.yaml").read_text())
     config |= {"models": {"m": {"kind": "local", "path": str(folder)}}, "probe": {"positions": 31, "layers": layers}}
+    config["parts"] = {}
+    del config["gsm8k"], config["corpora"]["evaluation"]["texts"]["own"]
     config["rivals"] = {"x": {"kind": "local", "format": "hf", "path": str(folder)}}
     config |= {"bar": "x", "evaluation": {"dtype": "bfloat16"}}
     plan, original = ModelPlan(load_experiment(config), "m", RATES), open_folder(folder)
@@ -201,7 +203,7 @@ def test_rivals_that_the_plan_knows_cannot_be(tmp_path):
     with pytest.raises(YardstickError, match="rival gguf-q8_0: a qwen3_5_text model cannot be written as GGUF yet"):
         ModelPlan(load_experiment(config), "m", RATES).steps()
     config["rivals"] = {"gone": {"kind": "local", "format": "hf", "path": str(tmp_path / "gone")}}
-    config["bar"], config["parts"] = "gone", {}
+    config["bar"], config["parts"], config["gsm8k"]["candidates"] = "gone", {}, None
     with pytest.raises(YardstickError, match="rival gone: .*/gone: no such file or folder"):
         ModelPlan(load_experiment(config), "m", RATES).steps()
     config["models"]["m"]["path"] = "/nope"

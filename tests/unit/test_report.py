@@ -86,7 +86,7 @@ def test_candidates_measured_on_other_positions_are_refused(results):
 def test_record_and_plots_hold_every_candidate(results):
     loaded = load_results(results, "m", RECIPE)
     entry = {"origin": "o", "licence": "l", "windows": [1, 2], "text_sha256": "f" * 64, "ids_sha256": "9" * 64}
-    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results, None)])
+    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results, None, {})])
     for name in RECIPE["models"]["m"]:
         assert text.count(name) >= 2
     plot_kl_against_bits(loaded, results / "a.png")
@@ -125,8 +125,8 @@ def test_probed_candidates_are_sorted_by_their_median_output_error(results):
     assert last == ["`bad`", "x: its error is not a number", "**failed**"] + ["–"] * 5
     assert probe_sections(load_results(results, "m", RECIPE), results) == []
     entry = {"evaluation": {}, "calibration": {}}
-    assert heading in write_record([(load_results(results, "m", recipe), entry, results, None)])
-    assert heading not in write_record([(load_results(results, "m", RECIPE), entry, results, None)])
+    assert heading in write_record([(load_results(results, "m", recipe), entry, results, None, {})])
+    assert heading not in write_record([(load_results(results, "m", RECIPE), entry, results, None, {})])
 
 
 def test_figures_do_not_round_a_floor_to_zero():

@@ -27,10 +27,12 @@ def mini_config(model: Path, hybrid: Path | None = None) -> dict:
         source = {"kind": "synthetic", "problems": 60, "seed": seed}
         return {key: count, "licence": "MIT", "source": source}
 
+    texts = {"math": text("chunks", 3, 1), "more": text("chunks", 2, 3)}
+    texts["own"] = {"chunks": 2, "licence": "MIT", "source": {"kind": "generated", "seed": 5}}
     return {
         "models": models,
         "corpora": {
-            "evaluation": {"length": 64, "texts": {"math": text("chunks", 3, 1), "more": text("chunks", 2, 3)}},
+            "evaluation": {"length": 64, "texts": texts},
             "calibration": {"length": 32, "texts": {"math": text("sequences", 16, 2)}},
         },
         "evaluation": {"batch_chunks": 2},

@@ -41,13 +41,17 @@ def test_every_row_is_there_with_its_proof(finished_tree):
         assert set(found["bits_per_weight"]) >= {"body", "head", "all"}
         assert set(found["kl"]) >= {"mean", "median", "p90", "p95", "p99", "p999", "max"}
         assert set(found["ppl"]) >= {"reference", "candidate"}
-        assert set(found["corpora"]) == {"math", "more"}
+        assert set(found["corpora"]) == {"math", "more", "own"}
         assert found["positions"] == 5 * 64
         proof = found["provenance"]
         assert len(proof["recipe_sha256"]) == len(proof["code_sha256"]) == 64
         assert set(proof["inputs"]) >= {"model", "chunks", "reference"}
         positions = pd.read_parquet(finished_tree.folder / f"results/quality/tiny/{candidate}/positions.parquet")
-        assert len(positions) == 320 and positions["kl"].mean() == pytest.approx(found["kl"]["mean"])
+        assert len(positions) == 7 * 64  # what the model itself wrote is in no figure over all
+        others = positions[positions["corpus"] != "own"]
+        assert len(others) == 320 and others["kl"].mean() == pytest.approx(found["kl"]["mean"])
+        ruler = found["corpora"]["own"]["ruler"]
+        assert ruler["z"] is None or abs(ruler["z"]) < 4
 
 
 def test_the_numbers_are_in_the_order_that_they_must_be(finished_tree):

@@ -4,12 +4,10 @@ Bytes follow from shapes and formats. Memory and time are estimates: memory is t
 alive at once, time is operations over a measured matrix-product rate plus bytes over assumed rates of disk and network.
 """
 
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from yardstick.errors import YardstickError
-from yardstick.evaluate.attribution import BATCH_POSITIONS, LONGEST
 from yardstick.evaluate.divergence import POSITION_TILE, VOCAB_TILE
 from yardstick.experiment import NOISE_FLOORS, Experiment
 from yardstick.models.config import ModelConfig, read_config
@@ -23,38 +21,21 @@ from yardstick.plan.sizes import (
     parameters,
     stages_of,
 )
+from yardstick.plan.step import (
+    DECODE_SHARE,
+    FORWARD_SHARE,
+    GGUF_SECONDS,
+    GPTQ_SHARE,
+    HEAP,
+    PROCESS,
+    RTN_SECONDS,
+    START_SECONDS,
+    WIDTH,
+    Rates,
+    Step,
+)
+from yardstick.plan.tasks import TaskSteps
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
-
-WIDTH = {"float32": 4, "bfloat16": 2}
-PROCESS, START_SECONDS = 0.35e9, 4  # Python, torch and its libraries
-HEAP = 1.3  # what the heap keeps of freed layers beside those that are alive
-# shares of the plain product rate that the steps reached on the default experiment (docs/log.md)
-FORWARD_SHARE, GPTQ_SHARE, DECODE_SHARE = 0.65, 0.45, 1.0
-# seconds for each weight on one core, from the default experiment: round to nearest, and ggml's quantizers
-RTN_SECONDS, GGUF_SECONDS = 1.2e-8, 2.0e-8
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Operations a second of matrix products by arithmetic, and bytes a second, of the machine."""
-
-    products: dict[str, float]
-    disk: float
-    network: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the workflow: bytes that it reads and writes to disk, peak memory in bytes, seconds; `temporary` is
-    deleted again when the candidate has been measured."""
-
-    name: str
-    output: Path
-    reads: float
-    disk: float
-    memory: float
-    seconds: float
-    temporary: bool = False
 
 
 def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
@@ -80,7 +61,7 @@ def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
     return known[0]
 
 
-class ModelPlan:
+class ModelPlan(TaskSteps):
     """Steps of one model of an experiment."""
 
     def __init__(self, experiment: Experiment, model: str, rates: Rates) -> None:
@@ -102,7 +83,7 @@ class ModelPlan:
 
     def steps(self) -> list[Step]:
         """Every step that costs something, in the order of the chain."""
-        steps = [self.retrieve(), self.corpora(), self.reference()]
+        steps = [self.retrieve(), *self.own_text(), self.corpora(), self.reference()]
         names = self.experiment.candidates_of(self.model)
         recipes = {name: self.experiment.recipe(name) for name in names}
         if any(recipe.get("imatrix") for recipe in recipes.values()):
@@ -129,7 +110,8 @@ class ModelPlan:
             if name in probed:
                 steps.append(self.probe(name))
         steps += [self.evaluate(name) for name in self.experiment.parts_of(self.model)]
-        return steps + [self.attribute(name) for name in self.experiment.attributed(self.model)]
+        steps += [self.attribute(name) for name in self.experiment.attributed(self.model)]
+        return steps + [self.answer(name) for name in self.experiment.answering(self.model)]
 
     def weights(self) -> list[Weights]:
         """Sizes of the original and of every candidate whose format is known beforehand."""
@@ -306,64 +288,6 @@ class ModelPlan:
         positions = 60 * self.chunks * self.length
         seconds += reads / self.rates.disk
         return Step(f"measure {name}", self.results / name / "positions.parquet", reads, positions, memory, seconds)
-
-    def probed(self) -> tuple[int, int, int]:
-        """Positions that the probe takes, the widths of all its inputs together, and the weights that read them."""
-        config, settings = self.config, self.experiment.probe
-        texts = len(self.experiment.config["corpora"]["evaluation"]["texts"])
-        positions = -(-settings["positions"] // texts) * texts
-        linears = [config.layer_linears(layer) for layer in range(config.num_layers)]
-        if settings["layers"] == "first":
-            first = stages_of(linears[0])[0]
-            return positions, config.hidden_size, sum(prod(linears[0][name]) for name in first)
-        widths = sum(layer[stage[0]][1] for layer in linears for stage in stages_of(layer)) + config.hidden_size
-        return positions, widths, sum(prod(shape) for shape in matrices(config).values())
-
-    def probe_inputs(self) -> Step:
-        """A forward over little text; its inputs are held until they are written."""
-        width, (positions, widths, weights) = WIDTH[self.settings["dtype"]], self.probed()
-        size, reads = width * positions * widths, 2 * self.model_bytes
-        seconds = START_SECONDS + 2 * positions * weights / (
-            FORWARD_SHARE * self.rates.products[self.settings["dtype"]]
-        )
-        memory = self.forward_memory(width, self.settings["batch_chunks"], min(self.length, positions), 2 * size)
-        place = self.results / "reference" / "probe.safetensors"
-        return Step("probe inputs", place, reads, size, memory, reads / self.rates.disk + seconds)
-
-    def probe(self, name: str) -> Step:
-        """Each matrix beside the original's in fp32: both, their difference, what a fit takes; the head by rows."""
-        width, (positions, widths, weights) = WIDTH[self.settings["dtype"]], self.probed()
-        layers = range(self.config.num_layers)
-        largest = max(prod(shape) for layer in layers for shape in self.config.layer_linears(layer).values())
-        reads = 2 * (self.candidate_size(name) + self.model_bytes + width * positions * widths)
-        operations = 2 * 2 * positions * weights
-        seconds = START_SECONDS + reads / self.rates.disk + RTN_SECONDS * weights
-        seconds += operations / (FORWARD_SHARE * self.rates.products["float32"])
-        record = 300 * len(matrices(self.config))
-        return Step(f"probe {name}", self.results / name / "probe.json", reads, record, PROCESS + 20 * largest, seconds)
-
-    def attribute(self, name: str) -> Step:
-        """Every matrix, kind and layer swapped alone: a branch costs the layers from its first swap on."""
-        config, settings = self.config, self.experiment.config["attribution"]
-        positions, layers = settings["positions"], config.num_layers
-        linears = [config.layer_linears(layer) for layer in range(layers)]
-        kinds = len({kind for names in linears for kind in names})
-        alone = {"matrix": [len(names) for names in linears], "layer": [1] * layers}
-        passes = layers * (2 + (kinds if "kind" in settings["by"] else 0))
-        for group, counts in alone.items():
-            if group in settings["by"]:
-                passes += sum(count * (layers - layer) for layer, count in enumerate(counts))
-        branches = 2 + kinds + sum(sum(counts) for group, counts in alone.items() if group in settings["by"])
-        operations = passes / layers * forward_operations(config, max(1, positions // LONGEST), min(positions, LONGEST))
-        operations += 2 * (branches + 2) * positions * config.vocab_size * config.hidden_size
-        states = 2 * 4 * branches * positions * config.hidden_size
-        tile = 4 * (2 * VOCAB_TILE * config.hidden_size + 4 * POSITION_TILE * VOCAB_TILE)
-        # both models' layers
-        memory = 2 * self.forward_memory(4, BATCH_POSITIONS // LONGEST, LONGEST, 0) - PROCESS + states + tile
-        reads = 3 * self.candidate_size(name) + 2 * self.model_bytes
-        seconds = START_SECONDS + operations / (FORWARD_SHARE * self.rates.products["float32"])
-        output = self.results / name / "attribution.json"
-        return Step(f"attribute {name}", output, reads, 500 * branches, memory, seconds + reads / self.rates.disk)
 
 
 def missing_bytes(steps: list[Step]) -> float:
