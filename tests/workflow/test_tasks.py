@@ -62,7 +62,7 @@ def add_tasks(tree, server):
             "servers": {"theirs": {"base_url": server, "model": "x", "retries": 0}},
         },
         "probe": {"positions": 60, "candidates": ["same", "gptq-g32"]},
-        "attribution": {"candidates": ["rtn-g32"], "positions": 64},
+        "attribution": {"candidates": ["rtn-g32"], "positions": 192},
         "parts": {
             "iq4-our-head": {"candidate": "gguf-iq4_xs", "head_from": "gptq-g32"},
             "rtn-body": {"candidate": "rtn-g32", "keep_bf16": "lm_head"},
