@@ -150,9 +150,7 @@ class Experiment:
     def generation_recipe(self) -> dict:
         """What `own_texts` are made by."""
         length, dtype = self.config["corpora"]["evaluation"]["length"], self.config["evaluation"]["dtype"]
-        texts = {
-            name: {"chunks": text["chunks"], "seed": text["source"]["seed"]} for name, text in self.own_texts.items()
-        }
+        texts = {name: {"chunks": text["chunks"]} | text["source"] for name, text in self.own_texts.items()}
         return {"length": length, "dtype": dtype, "texts": texts}
 
     def chosen(self, key: str, model: str) -> list[str]:

@@ -10,7 +10,11 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.oracle.llama_cpp import logits_of, tokenize
+from yardstick.corpora.arithmetic import task_problems
 from yardstick.evaluate.divergence import compare
+from yardstick.gsm8k import decode, hugging_face
+from yardstick.gsm8k.problems import Problem
+from yardstick.gsm8k.prompts import Renderer, conversation
 from yardstick.models.config import load_config
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states, head_rows
@@ -151,3 +155,28 @@ def test_llama_cpp_agrees_on_the_mixed_file_of_the_real_model(dithered, tmp_path
     as_it_is, spelled_out = (torch.from_numpy(logits_of(file, ids.numpy())) for file in (path, plain))
     assert mean_kl(spelled_out, ours) < 1e-5
     assert mean_kl(as_it_is, ours) == pytest.approx(mean_kl(as_it_is, spelled_out), rel=0.02)
+
+
+def test_answers_of_a_batch_are_those_of_one_by_one_and_of_transformers(dithered):
+    """Token for token in fp32 on the default model, whatever the batch and the order."""
+    original, renderer = open_folder(dithered), Renderer(dithered)
+    problems = task_problems(7, seed=3)
+    examples = [Problem(p.question, p.worked, str(p.answer)) for p in problems[:1]]
+    asked = [Problem(p.question, p.worked, str(p.answer)) for p in problems[1:]]
+    prompts = [renderer.render(conversation(problem, examples, "hash")) for problem in asked]
+    settings = {"dtype": "float32", "max_new_tokens": 40, "answer": "hash"}
+
+    def answers(module, batch, order=1):
+        indices = list(range(len(prompts)))[::order]
+        with torch.no_grad():
+            found = module.answer(original.source, original, renderer, prompts, indices, settings | {"batch": batch})
+            return dict(found)
+
+    alone = answers(decode, 1)
+    assert answers(decode, 4) == alone and answers(decode, 6, -1) == alone
+    theirs = answers(hugging_face, 6)  # which does not stop when an answer is complete
+    assert {i: (g.text, g.finish_reason) for i, g in theirs.items()} == {
+        i: (g.text, g.finish_reason) for i, g in alone.items()
+    }
+    assert len({generation.text for generation in alone.values()}) == len(alone)
+    assert all("####" in generation.text for generation in alone.values() if generation.finish_reason == "stop")

@@ -126,10 +126,15 @@ def test_sampled_texts_depend_on_seed_and_key_and_not_on_the_batch(model):
 def test_windows_of_the_models_own_text(model):
     done = []
     with torch.no_grad():
-        rows = sample_windows(model, 0, 3, 12, 4, done.append)
-        again = sample_windows(model, 0, 2, 12, 4)
+        rows = sample_windows(model, [0], 3, 12, 4, done.append)
+        again = sample_windows(model, [0], 2, 12, 4)
     assert rows.shape == (3, 13) and rows.dtype == "int32" and (rows[:, 0] == 0).all() and sum(done) == 36
     assert (rows[:2] == again).all() and len({tuple(row) for row in rows.tolist()}) == 3
+    with torch.no_grad():
+        assert sample_windows(model, [7, 8, 9], 1, 12, 4)[0, :3].tolist() == [7, 8, 9]
+    for start in ([], [1] * 17):
+        with pytest.raises(YardstickError, match=f"its start has {len(start)} ids; it may have 1 to 16"):
+            sample_windows(model, start, 1, 12, 4)
 
 
 def test_what_does_not_fit_or_is_no_number_is_refused(model):

@@ -12,7 +12,9 @@ from yardstick.gsm8k.answers import (
     WRONG,
     canonical_number,
     cut_at_stops,
+    cut_when_complete,
     extract_answer,
+    is_complete,
     judge,
 )
 from yardstick.gsm8k.generation import LENGTH, NOT_ASKED, STOP, Generation
@@ -255,6 +257,13 @@ def test_categories():
     assert category("#### 42\nand so", LENGTH) == (CORRECT, "42")  # a run-on changes nothing: the first one counts
     assert category("It is", LENGTH) == (TRUNCATED, None)
     assert category("", NOT_ASKED) == (NOT_ASKED, None)
+
+
+def test_what_makes_an_answer_complete():
+    text = "#### x\nso\n#### 4\n#### 5\n"
+    assert cut_when_complete(text, "hash") == "#### x\nso\n#### 4\n"
+    assert is_complete(text, "hash") and not is_complete("#### 4", "hash") and not is_complete("4\n", "hash")
+    assert cut_when_complete("#### 4", "hash") is None and cut_when_complete("\\boxed{4}\n", "boxed") is None
 
 
 def test_a_gold_answer_that_nothing_equals_is_refused():

@@ -129,7 +129,7 @@ def test_a_template_that_refuses_and_a_model_without_an_end_are_one_line(tmp_pat
 def test_both_backends_give_the_same_answers(model, problems, tmp_path):
     ours = run(model, problems, tmp_path / "ours")
     theirs = run(model, problems, tmp_path / "theirs", backend="transformers")
-    assert ours == theirs
+    assert [(g.text, g.finish_reason) for g in ours] == [(g.text, g.finish_reason) for g in theirs]
     assert STOP in {g.finish_reason for g in ours} and len({g.text for g in ours}) > 3
     assert run(model, problems, tmp_path / "other", batch=1, reverse=True) == ours
 

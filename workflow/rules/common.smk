@@ -22,8 +22,9 @@ except YardstickError as error:
     sys.exit(f"yardstick: {error}")
 LOCK = release_stale_lock(sys.argv[1:])  # held until this process ends
 
-# steps run in the environment of this Snakemake, whether or not it is activated
-shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+# steps run in the environment of this Snakemake, whether or not it is activated; a thread that waits sleeps, since on a
+# machine that does other work too, one that spins keeps the other from coming (docs/log.md); no number depends on it
+shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH OMP_WAIT_POLICY=passive; ")
 
 
 def closed_list(names):

@@ -16,12 +16,15 @@ from yardstick.progress import progress
 def main(arguments) -> None:
     exact_arithmetic()
     recipe, original = arguments.recipe, open_original(arguments.model)
-    tokenizer, start = load_tokenizer(original.folder), start_id(original.folder)
+    tokenizer = load_tokenizer(original.folder)
     model = Model(original.source, original.config, DTYPES[recipe["dtype"]], vocabulary_size(tokenizer))
     arrays: dict[str, np.ndarray] = {}
     total = sum(corpus["chunks"] for corpus in recipe["texts"].values()) * recipe["length"]
     with progress("own text", total) as done:
         for name, corpus in recipe["texts"].items():
+            start = [start_id(original.folder)]
+            if corpus["start"] is not None:
+                start = tokenizer.encode(corpus["start"], add_special_tokens=False).ids
             arrays[name] = sample_windows(model, start, corpus["chunks"], recipe["length"], corpus["seed"], done)
     write_arrays(arguments.output, arrays)
 

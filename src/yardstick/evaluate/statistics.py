@@ -13,6 +13,7 @@ QUANTILES = {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 FIRST_POSITIONS = 64
 RESAMPLES = 2000
+GIVEN = 16  # positions of a window of the model's own text that need not have been drawn
 INTERVAL = (2.5, 97.5)
 
 
@@ -40,12 +41,17 @@ def leave_out(frame: pd.DataFrame, corpora: Sequence[str]) -> pd.DataFrame:
 def ruler_check(frame: pd.DataFrame) -> dict:
     """Two estimates of one figure, on text that was drawn from the reference p: E[log p(x) - log q(x)] = KL(p || q).
 
+    The first positions of a window are left out, since what it starts with was given and not drawn.
+
     The difference of each position, (nll - reference_nll) - kl, has the mean 0 whatever came before it (it is a
     martingale difference), so its standard error is that of independent positions: sqrt(sum d^2) / n. Returns the two
     means, the standard error `error` of their difference, and `z`, the difference over it (None where both are 0).
     """
-    difference = (frame["nll"] - frame["reference_nll"]).to_numpy()
-    kl = frame["kl"].to_numpy()
+    drawn = frame[frame["position"] >= GIVEN]
+    if drawn.empty:
+        return {"kl": None, "nll_difference": None, "error": None, "z": None}
+    difference = (drawn["nll"] - drawn["reference_nll"]).to_numpy()
+    kl = drawn["kl"].to_numpy()
     gap = difference - kl
     error = math.sqrt(float(np.square(gap).sum())) / len(gap)
     z = float(gap.mean()) / error if error > 0 else None

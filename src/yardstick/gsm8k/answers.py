@@ -186,6 +186,12 @@ def is_complete(text: str, form: str) -> bool:
     return form == "hash" and extract_answer(text[: text.rfind("\n") + 1], form) is not None
 
 
+def cut_when_complete(text: str, form: str) -> str | None:
+    """The text up to the end of the line that makes the answer complete; None where it is not."""
+    ends = (end for end, letter in enumerate(text, 1) if letter == "\n")
+    return next((text[:end] for end in ends if is_complete(text[:end], form)), None)
+
+
 def cut_at_stops(text: str, stops: list[str]) -> str:
     """`text` before the first of any of the stop strings. An empty one stops nothing."""
     found = [text.find(stop) for stop in stops if stop]

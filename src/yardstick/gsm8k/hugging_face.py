@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from yardstick.gsm8k.answers import cut_at_stops
+from yardstick.gsm8k.answers import cut_at_stops, cut_when_complete
 from yardstick.gsm8k.generation import LENGTH, STOP, Generation
 from yardstick.gsm8k.prompts import Renderer
 from yardstick.models.config import ModelConfig
@@ -52,5 +52,8 @@ def answer(
             ends = [place for place, token in enumerate(ids) if token in renderer.stop_ids]
             ids = ids[: ends[0] + 1] if ends else ids
             text = renderer.decode(ids)
-            stopped = bool(ends) or any(stop in text for stop in renderer.stops)
-            yield index, Generation(cut_at_stops(text, renderer.stops), STOP if stopped else LENGTH, len(ids))
+            # cut where our own backend would have stopped
+            complete = cut_when_complete(text, settings["answer"])
+            stopped = bool(ends) or complete is not None or any(stop in text for stop in renderer.stops)
+            written = cut_at_stops(complete or text, renderer.stops)
+            yield index, Generation(written, STOP if stopped else LENGTH, len(ids))

@@ -130,10 +130,21 @@ def own_text_section(results: ModelResults) -> list[str]:
         for name in results.own_texts:
             part = row.summary["corpora"][name]
             ruler, z = part["ruler"], part["ruler"]["z"]
-            cells = [row_name(row, results), name, figure(ruler["kl"]), interval(part["kl"]["interval"])]
-            cells += [f"{part['top1']:.4f}", figure(ruler["nll_difference"]), figure(ruler["error"])]
+            cells = [row_name(row, results), name, figure(part["kl"]["mean"]), interval(part["kl"]["interval"])]
+            cells.append(f"{part['top1']:.4f}")
+            cells += ["–" if ruler[key] is None else figure(ruler[key]) for key in ("kl", "nll_difference", "error")]
             rows.append([*cells, "–" if z is None else f"{z:+.2f}"])
-    header = ["candidate", "corpus", "KL mean", "95 % interval", "top-1", "mean NLL − original's", "± SE", "z"]
+    header = [
+        "candidate",
+        "corpus",
+        "KL mean",
+        "95 % interval",
+        "top-1",
+        "KL of drawn ids",
+        "NLL − original's",
+        "± SE",
+        "z",
+    ]
     return ["### On the model's own text\n", OWN_TEXT, table(header, rows, left=2) + "\n"]
 
 
