@@ -26,11 +26,16 @@ class _Lines:
         rate = self.n / (now - self._started)
         left = (self._total - self.n) / rate
         print(
-            f"{self._what}: {self.n / self._total:.0%}, {rate:.0f} {self._unit}s/s, {left:.0f} s left", file=sys.stderr
+            f"{self._what}: {self.n / self._total:.0%}, {_rate(rate)} {self._unit}s/s, {left:.0f} s left",
+            file=sys.stderr,
         )
 
     def close(self) -> None:
         pass
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 @contextmanager
@@ -50,4 +55,6 @@ def progress(what: str, total: int, unit: str = "token", passes: int = 1) -> Ite
         bar.close()
         elapsed = max(time.monotonic() - started, 1e-9)
         if bar.n:
-            print(f"{what}: {bar.n:.0f} {unit}s in {elapsed:.1f} s ({bar.n / elapsed:.0f} {unit}s/s)", file=sys.stderr)
+            print(
+                f"{what}: {bar.n:.0f} {unit}s in {elapsed:.1f} s ({_rate(bar.n / elapsed)} {unit}s/s)", file=sys.stderr
+            )

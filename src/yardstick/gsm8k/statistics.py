@@ -146,16 +146,10 @@ def _verdict(result: dict) -> str:
     return "undecided"
 
 
-def truncation_warning(counts: Mapping[str, int]) -> str | None:
-    """A sentence where more than 2 % of the asked problems ran into the token limit, else None."""
+def is_truncated(counts: Mapping[str, int]) -> bool:
+    """Whether more than 2 % of the asked problems ran into the token limit."""
     asked = sum(count for category, count in counts.items() if category != NOT_ASKED)
-    truncated = counts.get(TRUNCATED, 0)
-    if truncated <= MANY_TRUNCATED * asked:
-        return None
-    return (
-        f"{truncated} of {asked} answers ({truncated / asked:.1%}) ran into the token limit and count as not correct: "
-        "raise the limit before this accuracy is compared."
-    )
+    return counts.get(TRUNCATED, 0) > MANY_TRUNCATED * asked
 
 
 def _floats(values) -> list[float]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from yardstick.experiment import ORIGINAL, TASK_FLOORS
 from yardstick.files import read_json
-from yardstick.gsm8k.statistics import truncation_warning
+from yardstick.gsm8k.statistics import is_truncated
 from yardstick.report.markdown import figure, table
 
 NOTE = """Accuracy is correct answers over problems asked, with Wilson's 95 % interval; an answer that ran into the
@@ -97,16 +97,20 @@ def floor_line(runs: dict[str, dict]) -> str | None:
 
 
 def warnings(runs: dict[str, dict]) -> list[str]:
-    """What keeps a row from being taken at its face value."""
-    found = []
+    """What keeps rows from being taken at their face value."""
+    missed, cut = [], []
     for name, run in ordered(runs):
         if run["failed"]:
             continue
         score = run["gsm8k"]
-        if missed := score["problems"] - score["asked"]:
-            found.append(
-                f"`{name}`: {missed} of {score['problems']} problems could not be asked; they are in no figure."
-            )
-        if warning := truncation_warning(score["counts"]):
-            found.append(f"`{name}`: {warning}")
+        if score["asked"] < score["problems"]:
+            missed.append(f"`{name}` {score['problems'] - score['asked']} of {score['problems']}")
+        if is_truncated(score["counts"]):
+            cut.append(f"`{name}` {score['counts']['truncated']} of {score['asked']}")
+    found = [f"Could not be asked, and in no figure: {', '.join(missed)}."] if missed else []
+    if cut:
+        found.append(
+            f"**Ran into the token limit before the answer was complete** (more than 2 %): {', '.join(cut)}. Their "
+            "accuracy is a lower bound; a higher max_new_tokens would show what they answer."
+        )
     return found
