@@ -25,10 +25,8 @@ class _Lines:
         self._last = now
         rate = self.n / (now - self._started)
         left = (self._total - self.n) / rate
-        print(
-            f"{self._what}: {self.n / self._total:.0%}, {_rate(rate)} {self._unit}s/s, {left:.0f} s left",
-            file=sys.stderr,
-        )
+        done, speed = f"{self.n / self._total:.0%}", f"{_rate(rate)} {self._unit}s/s"
+        print(f"{self._what}: {done}, {speed}, {left:.0f} s left", file=sys.stderr)
 
     def close(self) -> None:
         pass

@@ -118,3 +118,23 @@ def test_a_pin_says_which_corpus_changed_and_how(tmp_path):
     _, _, other = build_windows(recipe(3, 2), tokenizer, tmp_path)
     with pytest.raises(YardstickError, match="evaluation.math .*origin is arithmetic word problems, seed 3, .*seed 1"):
         require_same(other, tmp_path / "pin.json")
+
+
+def test_text_of_the_models_own_is_no_part_of_a_pin(tmp_path):
+    tokenizer, own = tiny_tokenizer(), recipe(1, 2)
+    own["evaluation"]["texts"]["own"] = {
+        "chunks": 2,
+        "licence": "MIT",
+        "spread": True,
+        "source": {"kind": "generated", "seed": 7, "start": None},
+    }
+    rows = np.arange(2 * 129, dtype=np.int32).reshape(2, 129)
+    chunks, _, manifest = build_windows(own, tokenizer, tmp_path, {"own": rows})
+    entry = manifest["evaluation"]["own"]
+    assert (chunks["own"] == rows).all() and entry["ids_sha256"] == ids_sha256(rows) and entry["tokens"] == 258
+    assert entry["origin"] == "written by the model itself, seed 7"
+    write_json(tmp_path / "pin.json", manifest)
+    other = build_windows(own, tokenizer, tmp_path, {"own": rows[::-1].copy()})[2]
+    assert other["evaluation"]["own"]["ids_sha256"] != entry["ids_sha256"]
+    require_same(other, tmp_path / "pin.json")  # another machine's arithmetic may draw another text
+    require_same(build_windows(recipe(1, 2), tokenizer, tmp_path)[2], tmp_path / "pin.json")

@@ -12,6 +12,7 @@ from yardstick.evaluate.statistics import (
     paired_difference,
     perplexity,
     position_buckets,
+    ruler_check,
     summarize,
 )
 
@@ -108,3 +109,42 @@ def test_buckets_of_positions_double_and_end_at_the_chunk():
     assert [b["kl"] for b in buckets] == [31.5, 95.5, 191.5, 277.5]
     edge = position_buckets(frame(position=np.arange(64)))
     assert [(b["from"], b["to"], b["positions"]) for b in edge] == [(0, 64, 64)]
+
+
+def test_the_ruler_check_by_hand():
+    """Positions 16 to 19 count: differences 0.5, 0.1, 0.2, 0.4 against KLs of 0.2, 0.2, 0.3, 0.1."""
+    nll = np.concatenate([np.full(16, 9.0), [1.5, 2.1, 3.2, 4.4]])
+    reference = np.concatenate([np.zeros(16), [1.0, 2.0, 3.0, 4.0]])
+    kl = np.concatenate([np.full(16, 7.0), [0.2, 0.2, 0.3, 0.1]])
+    found = ruler_check(frame(nll=nll, reference_nll=reference, kl=kl))
+    assert found["kl"] == pytest.approx(0.2) and found["nll_difference"] == pytest.approx(0.3)
+    # gaps 0.3, -0.1, -0.1, 0.3: sqrt(0.2) / 4
+    assert found["error"] == pytest.approx(math.sqrt(0.2) / 4) and found["z"] == pytest.approx(
+        0.1 / (math.sqrt(0.2) / 4)
+    )
+    assert ruler_check(frame(nll=[1.0], reference_nll=[1.0], kl=[0.0])) == dict.fromkeys(found)
+    same = ruler_check(frame(nll=nll, reference_nll=nll, kl=np.zeros(20)))
+    assert same == {"kl": 0.0, "nll_difference": 0.0, "error": 0.0, "z": None}
+
+
+def test_on_drawn_text_the_difference_of_the_nlls_is_the_kl_and_on_other_text_it_is_not():
+    rng = np.random.default_rng(2)
+    p, q = (rng.dirichlet(np.full(50, 0.3), 5000).clip(1e-9) for _ in range(2))
+    p, q = p / p.sum(1, keepdims=True), 0.8 * p / p.sum(1, keepdims=True) + 0.2 * q / q.sum(1, keepdims=True)
+    kl = (p * np.log(p / q)).sum(1)
+    rows, z = np.arange(5000), {}
+    for name, source in (("drawn", p), ("other", q)):
+        ids = np.array([rng.choice(50, p=row) for row in source])
+        nlls = {"nll": -np.log(q[rows, ids]), "reference_nll": -np.log(p[rows, ids])}
+        z[name] = ruler_check(frame(kl=kl, position=rows % 100 + 16, **nlls))["z"]
+    assert abs(z["drawn"]) < 3 < abs(z["other"])
+
+
+def test_own_text_is_in_no_figure_over_all():
+    kl, corpus = np.array([0.1, 0.3, 5.0, 7.0]), ["a", "a", "own", "own"]
+    rows = frame(kl=kl, corpus=corpus, position=[0, 1, 16, 17], nll=kl, reference_top1_probability=[0.1] * 4)
+    found = summarize(rows, own_texts=["own"])
+    assert found["kl"]["mean"] == pytest.approx(0.2) and found["positions"] == 2
+    assert found["corpora"]["own"]["kl"]["mean"] == pytest.approx(6.0) and "ruler" not in found["corpora"]["a"]
+    assert found["corpora"]["own"]["ruler"]["nll_difference"] == pytest.approx(6.0)
+    assert sum(bucket["positions"] for bucket in found["confidence"]) == 2
