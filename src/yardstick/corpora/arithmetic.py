@@ -137,7 +137,7 @@ def word_problems(count: int, seed: int) -> list[WordProblem]:
 
 def _finding(rng: random.Random) -> WordProblem:
     who, place, good = rng.choice(NAMES), rng.choice(PLACES), rng.choice(GOODS)
-    had, found = rng.randint(2, 30), rng.randint(2, 20)
+    had, found = rng.randint(2, 10), rng.randint(1, 9)
     step, total = _step(had, "+", found)
     return WordProblem(
         f"{who} has {had} {plural(good)} and finds {found} more at the {place}. How many {plural(good)} does {who} "
@@ -149,7 +149,7 @@ def _finding(rng: random.Random) -> WordProblem:
 
 def _giving(rng: random.Random) -> WordProblem:
     who, friend, good = *rng.sample(NAMES, 2), rng.choice(GOODS)
-    given, left = rng.randint(2, 15), rng.randint(2, 30)
+    given, left = rng.randint(1, 9), rng.randint(2, 10)
     step, rest = _step(given + left, "-", given)
     return WordProblem(
         f"{who} has {given + left} {plural(good)} and gives {given} of them to {friend}. How many {plural(good)} does "
@@ -161,7 +161,7 @@ def _giving(rng: random.Random) -> WordProblem:
 
 def _filling(rng: random.Random) -> WordProblem:
     who, good, box = rng.choice(NAMES), rng.choice(GOODS), rng.choice(BOXES)
-    boxes, each = rng.randint(2, 12), rng.randint(2, 20)
+    boxes, each = rng.randint(2, 5), rng.randint(2, 10)
     step, total = _step(boxes, "*", each)
     return WordProblem(
         f"{who} fills {boxes} {plural(box)} with {each} {plural(good)} each. How many {plural(good)} is that in all?",
@@ -172,7 +172,7 @@ def _filling(rng: random.Random) -> WordProblem:
 
 def _dealing(rng: random.Random) -> WordProblem:
     who, good = rng.choice(NAMES), rng.choice(GOODS)
-    friends, each = rng.randint(2, 10), rng.randint(2, 15)
+    friends, each = rng.randint(2, 5), rng.randint(2, 10)
     step, share = _step(friends * each, "/", friends)
     return WordProblem(
         f"{who} shares {friends * each} {plural(good)} equally among {friends} friends. How many {plural(good)} does "
@@ -184,7 +184,7 @@ def _dealing(rng: random.Random) -> WordProblem:
 
 def _spending(rng: random.Random) -> WordProblem:
     who, good = rng.choice(NAMES), rng.choice(GOODS)
-    count, price, left = rng.randint(2, 8), rng.randint(2, 9), rng.randint(2, 40)
+    count, price, left = rng.randint(2, 4), rng.randint(2, 5), rng.randint(2, 9)
     first, cost = _step(count, "*", price)
     second, rest = _step(cost + left, "-", cost)
     return WordProblem(
@@ -197,7 +197,7 @@ def _spending(rng: random.Random) -> WordProblem:
 
 def _earning(rng: random.Random) -> WordProblem:
     who, place = rng.choice(NAMES), rng.choice(PLACES)
-    days, pay, extra = rng.randint(2, 30), rng.randint(5, 60), rng.randint(2, 50)
+    days, pay, extra = rng.randint(2, 5), rng.randint(2, 10), rng.randint(1, 9)
     first, wages = _step(days, "*", pay)
     second, total = _step(wages, "+", extra)
     return WordProblem(
@@ -210,7 +210,7 @@ def _earning(rng: random.Random) -> WordProblem:
 
 def _losing(rng: random.Random) -> WordProblem:
     who, good, box = rng.choice(NAMES), rng.choice(GOODS), rng.choice(BOXES)
-    boxes, each, broken = rng.randint(2, 8), rng.randint(2, 12), rng.randint(2, 9)
+    boxes, each, broken = rng.randint(2, 4), rng.randint(2, 5), rng.randint(2, 4)
     first, whole = _step(boxes * each + broken, "-", broken)
     second, share = _step(whole, "/", boxes)
     return WordProblem(
@@ -224,7 +224,7 @@ def _losing(rng: random.Random) -> WordProblem:
 
 def _joining(rng: random.Random) -> WordProblem:
     who, friend, good = *rng.sample(NAMES, 2), rng.choice(GOODS)
-    own, more = rng.randint(2, 40), rng.randint(2, 20)
+    own, more = rng.randint(2, 10), rng.randint(1, 5)
     first, theirs = _step(own, "+", more)
     second, total = _step(own, "+", theirs)
     return WordProblem(
