@@ -124,9 +124,8 @@ class Experiment:
         settings, probe = self.config["evaluation"], self.probe
         if probe is None:
             return {}
-        return {key: probe[key] for key in ("positions", "layers")} | {
-            k: settings[k] for k in ("dtype", "batch_chunks")
-        }
+        recipe = {key: probe[key] for key in ("positions", "layers")}
+        return recipe | {key: settings[key] for key in ("dtype", "batch_chunks")} | {"own_texts": list(self.own_texts)}
 
     def probe_recipe(self, candidate: str) -> dict:
         """How the candidate is made, and the kind of source that reads it."""

@@ -222,7 +222,7 @@ def test_a_config_extends_another(tmp_path):
 def test_what_is_probed():
     experiment = load_experiment(changed("probe", {}))
     assert experiment.probed_of("smollm2-135m") == [*experiment.variants, *experiment.rivals]
-    settings = {"positions": 256, "layers": "all", "dtype": "float32", "batch_chunks": 2}
+    settings = {"positions": 256, "layers": "all", "dtype": "float32", "batch_chunks": 2, "own_texts": ["own"]}
     assert experiment.probe_inputs_recipe() == settings
     assert experiment.probe_recipe("gguf-q4_0")["source"] == "gguf"
     target = "results/quality/smollm2-135m/{}/probe.json"

@@ -14,11 +14,13 @@ from yardstick.cli import answer_problems, ask_server, build_problems, score_ans
 from yardstick.errors import YardstickError
 from yardstick.files import canonical_json
 from yardstick.gsm8k.generation import NOT_ASKED, STOP, Generation
+from yardstick.gsm8k.hugging_face import require_finite
 from yardstick.gsm8k.kept import KeptAnswers
 from yardstick.gsm8k.problems import Problem
 from yardstick.gsm8k.prompts import QUESTION, Renderer, conversation
 from yardstick.gsm8k.run import read_generations
 from yardstick.manifest import write_manifest
+from yardstick.models.generate import NotFiniteError
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
@@ -32,7 +34,8 @@ PROBLEM = Problem("What is 2 + 3?", "It is 2 + 3 = 5.\n#### 5", "5")
 
 def write_model(folder, family="llama", template=TEMPLATE):
     """A tiny model with its manifest, which ends a text at one of many ids, so that random texts do end."""
-    write_tiny_model(folder / "model", family, tied=family == "llama", layers=4 if family == "qwen3_5" else 2)
+    changes = {"layers": 4 if family == "qwen3_5" else 2, "max_position_embeddings": 1024}
+    write_tiny_model(folder / "model", family, tied=family == "llama", **changes)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     settings |= {"chat_template": template} if template else {}
     (folder / "model/tokenizer_config.json").write_text(json.dumps(settings))
@@ -168,6 +171,32 @@ def test_kept_answers_of_other_settings_are_thrown_away(tmp_path):
     assert KeptAnswers(path, "one").found == {}
 
 
+def test_a_kept_answer_that_was_changed_is_asked_again(tmp_path):
+    path = tmp_path / "kept.jsonl"
+    kept = KeptAnswers(path, "one")
+    for index in range(3):
+        kept.add(index, Generation(f"#### {index}", STOP, 5))
+    text = path.read_text()
+    for old, new in (("#### 1", "#### 7"), ('"tokens":5', '"tokenz":5'), ('"index":1', '"index":[]'), ("stop", "stap")):
+        path.write_text(text.replace(old, new))
+        assert 1 not in KeptAnswers(path, "one").found
+    path.write_bytes(text.encode().replace(b"#### 2", b"#### \xff"))
+    assert set(KeptAnswers(path, "one").found) == {0, 1}
+
+
+def test_a_prompt_beyond_the_models_context_is_refused(model, problems, tmp_path):
+    with pytest.raises(YardstickError, match="the longest prompt has .* ids, with max_new_tokens 1000 that is more"):
+        run(model, problems, tmp_path / "long", max_new_tokens=1000)
+
+
+def test_transformers_backend_refuses_logits_that_are_no_numbers():
+    logits = torch.zeros(2, 5)
+    assert require_finite(None, logits) is logits
+    logits[1, 3] = float("nan")
+    with pytest.raises(NotFiniteError, match="the logits of a batch of texts are not finite"):
+        require_finite(None, logits)
+
+
 def test_the_same_weights_have_no_flips(model, problems, tmp_path):
     """Golds are set to what the original answers in half of the problems, so that there is something to lose."""
     generations = run(model, problems, tmp_path / "reference")
@@ -289,5 +318,7 @@ def test_what_a_server_could_not_be_asked_is_asked_again_and_is_never_wrong(serv
     Handler.forbidden = None
     ask_server.main(arguments)
     assert len(Handler.asked) == 14 and Handler.asked[-1].startswith(questions[4])
-    assert score(problems, tmp_path)["gsm8k"]["asked"] == 13 and not (tmp_path / "kept.jsonl").exists()
+    assert score(problems, tmp_path)["gsm8k"]["asked"] == 13
+    ask_server.main(arguments)  # such as with another timeout, which changes no answer
+    assert len(Handler.asked) == 14
     assert json.loads(pd.read_parquet(tmp_path / "answers.parquet")["prompt"][0])[-1]["role"] == "user"

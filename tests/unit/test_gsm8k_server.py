@@ -357,10 +357,10 @@ def test_a_server_that_refuses_everything_is_an_error_at_once(serve, monkeypatch
     with pytest.raises(YardstickError) as error:
         ask(client(fake, api_key_variable="SOME_KEY"), *[f"p{i}" for i in range(50)])
     line = str(error.value)
-    assert line.startswith(f"rival-x: {fake.url} gave no answer to 3 problems in a row, at last: HTTP 401: xxx")
+    assert line.startswith(f"rival-x: {fake.url} gave no answer to 8 problems in a row, at last: HTTP 401: xxx")
     assert "set api_key_variable" in line and "\n" not in line
     assert "Secret" not in line and "sk-" not in line
-    assert len(fake.requests) < 12
+    assert len(fake.requests) < 16
 
 
 def test_a_server_that_does_not_know_the_thinking_switch(serve):
@@ -383,7 +383,9 @@ def test_nobody_listens():
     assert time.monotonic() - started < 2
 
 
-def test_faults_are_held_back_until_another_problem_is_answered(serve):
+def test_faults_are_held_back_until_another_problem_is_answered(serve, monkeypatch):
+    monkeypatch.setattr(module, "LOST_AT_FIRST", 3)
+
     def waits(handler):
         handler.server.go.wait(5)
         send(handler, completion())
@@ -398,6 +400,17 @@ def test_faults_are_held_back_until_another_problem_is_answered(serve):
     assert next(pairs)[1].finish_reason == NOT_ASKED and time.monotonic() - started > 0.29
     assert next(pairs)[1].finish_reason == NOT_ASKED
     assert list(pairs) == [(2, Generation("fine", STOP, 7))]
+
+
+def test_one_problem_that_cannot_be_asked_is_no_lost_server(serve):
+    fake = serve({"bad": fails(400)}, default=says(completion()))
+    found = dict(client(fake, concurrency=1).answer(problems("bad", "a", "b"), 9, []))
+    assert [found[i].finish_reason for i in range(3)] == [NOT_ASKED, STOP, STOP]
+    # a resumed run, whose other problems have been answered
+    found = dict(client(fake).answer(problems("bad"), 9, [], answered=True))
+    assert found[0].finish_reason == NOT_ASKED and "HTTP 400" in found[0].fault
+    with pytest.raises(YardstickError, match="no answer to 1 problems in a row"):
+        list(client(fake).answer(problems("bad"), 9, []))
 
 
 def test_a_server_that_is_lost_on_the_way_is_an_error(serve, monkeypatch):

@@ -351,7 +351,7 @@ def test_the_steps_write_whole_records(folders, tmp_path):
         arguments = {key: value if key == "name" else tmp_path / value for key, value in arguments.items()}
         module.main(Namespace(recipe=recipe, **arguments))
 
-    inputs = {"positions": 25, "layers": "all", "dtype": "float32", "batch_chunks": 2}
+    inputs = {"positions": 25, "layers": "all", "dtype": "float32", "batch_chunks": 2, "own_texts": []}
     step(build_probe_inputs, inputs, model="m/manifest.json", chunks="chunks.npz", output="reference/x.json")
     files = {"inputs": "reference/x.json", "model": "m/manifest.json", "output": "probe.json"}
     recipe = {"model": "m", "candidate": {"kind": "local"}, "source": "hf"}

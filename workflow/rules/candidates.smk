@@ -98,6 +98,7 @@ def attribution_params(wildcards):
         "source": EXPERIMENT.evaluation_recipe(wildcards.candidate)["source"],
         "positions": settings["positions"],
         "by": settings["by"],
+        "own_texts": list(EXPERIMENT.own_texts),
     }
 
 

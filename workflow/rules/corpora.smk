@@ -44,6 +44,7 @@ rule build_corpora:
         mem_mb=1000,
     params:
         recipe=as_json(EXPERIMENT.config["corpora"]),
+        stamps=lambda w: stamps(text_files(w)),
         pin=lambda w: " ".join(f"--pin {pin}" for pin in pinned_manifest(w)),
         generated=lambda w: " ".join(f"--generated {path}" for path in own_text(w)),
     message:

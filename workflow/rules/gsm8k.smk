@@ -21,6 +21,7 @@ rule build_problems:
         mem_mb=1000,
     params:
         recipe=as_json({key: TASK.get(key) for key in ("problems", "examples")}),
+        stamps=lambda w: stamps(problem_file(w)),
     message:
         "Collecting the problems"
     shell:

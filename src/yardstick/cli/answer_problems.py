@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
+from yardstick.errors import YardstickError
 from yardstick.evaluate.candidate import open_candidate
 from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
 from yardstick.gsm8k.backends import BACKENDS
 from yardstick.gsm8k.kept import KeptAnswers
 from yardstick.gsm8k.prompts import Renderer, conversation
 from yardstick.gsm8k.run import answer_all, read_problems, write_generations
-from yardstick.models.folder import open_original
+from yardstick.models.folder import context_length, open_original
 from yardstick.models.generate import NotFiniteError
 from yardstick.models.prefill import exact_arithmetic, expected_tensors, pick_device
 from yardstick.progress import progress
@@ -25,6 +26,7 @@ def main(arguments) -> None:
     examples, problems = read_problems(arguments.problems)
     renderer = Renderer(original.folder)
     prompts = [renderer.render(conversation(problem, examples, settings["answer"])) for problem in problems]
+    require_room(renderer, prompts, settings["max_new_tokens"])
     source = open_candidate(settings["source"], arguments.checkpoint, original)
     audit_source(source, expected_tensors(original.config, source))
     modules = ["yardstick.cli.answer_problems", BACKENDS[settings["backend"]], KINDS[settings["source"]][0]]
@@ -56,6 +58,20 @@ def main(arguments) -> None:
     record = {"model": arguments.recipe["model"], "name": arguments.name, "failed": failed, "recipe": arguments.recipe}
     write_json(arguments.output, record | {"provenance": proof | {"machine": machine()}})
     kept.finish()
+
+
+def require_room(renderer: Renderer, prompts: list[str], max_new_tokens: int) -> None:
+    """Refuse prompts that with their answers are longer than the model's context.
+
+    Raises:
+        YardstickError: says what is needed and what there is.
+    """
+    longest, room = max(len(renderer.encode(prompt)) for prompt in prompts), context_length(renderer.folder)
+    if room is not None and longest + max_new_tokens > room:
+        raise YardstickError(
+            f"gsm8k: the longest prompt has {longest} ids, with max_new_tokens {max_new_tokens} that is more than the "
+            f"{room} positions of the model; ask with fewer examples or for shorter answers"
+        )
 
 
 if __name__ == "__main__":

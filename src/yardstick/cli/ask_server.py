@@ -28,7 +28,8 @@ def main(arguments) -> None:
     server = Server(arguments.name, settings["server"] | arguments.connection)
 
     def ask(indices: list[int]):
-        answers = server.answer([conversations[index] for index in indices], settings["max_new_tokens"], [])
+        asked = [conversations[index] for index in indices]
+        answers = server.answer(asked, settings["max_new_tokens"], [], answered=bool(kept.found))
         return ((indices[place], generation) for place, generation in answers)
 
     with progress(f"ask {arguments.name}", len(problems), "problem") as done:
@@ -42,7 +43,6 @@ def main(arguments) -> None:
             f"{arguments.generations} asks these again and keeps the others",
             file=sys.stderr,
         )
-    kept.finish()
 
 
 if __name__ == "__main__":

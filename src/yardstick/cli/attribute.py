@@ -31,7 +31,8 @@ def main(arguments) -> None:
     config, source = original.config, open_candidate(recipe["source"], arguments.checkpoint, original)
     audit_source(source, expected_tensors(config, source))
     vocabulary = read_json(arguments.corpora, "vocabulary")["vocabulary"]
-    input_ids, labels, corpora = choose_positions(load_windows(arguments.chunks), recipe["positions"])
+    windows = load_windows(arguments.chunks).without(recipe["own_texts"])
+    input_ids, labels, corpora = choose_positions(windows, recipe["positions"])
     branches = make_branches(find_modules(source, original.source, config), recipe["by"])
     most = len(branches) * input_ids.numel()  # branches that share their states take less
     with progress(f"swap {arguments.name}", most, passes=config.num_layers) as done:

@@ -23,7 +23,8 @@ INPUTS = "probe.safetensors"
 
 def main(arguments) -> None:
     exact_arithmetic()
-    original, windows, recipe = open_original(arguments.model), load_windows(arguments.chunks), arguments.recipe
+    original, recipe = open_original(arguments.model), arguments.recipe
+    windows = load_windows(arguments.chunks).without(recipe["own_texts"])
     taken = first_positions(windows.corpora, windows.inputs.shape[1], recipe["positions"])
     rows, counts = [row for row, _ in taken], [count for _, count in taken]
     ids = windows.inputs[rows, : max(counts)]

@@ -104,7 +104,11 @@ def mix(source: TensorSource, original: Original, arguments) -> tuple[TensorSour
         modules.append(KINDS[kind][0])
         inputs["head"] = sha256_file(Path(path))
     mixed = importlib.import_module(MIXED)
-    return mixed.MixedSource(source, original.source, original.config, arguments.keep_bf16, head), modules, inputs
+    try:
+        source = mixed.MixedSource(source, original.source, original.config, arguments.keep_bf16, head)
+    except YardstickError as error:
+        raise YardstickError(f"{arguments.name}: {error}") from None
+    return source, modules, inputs
 
 
 def run_forward(

@@ -1,5 +1,6 @@
 """Write token windows and read them back: evaluation windows as one batch with the corpus of each, sequences."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,11 @@ class EvaluationWindows:
     @property
     def labels(self) -> torch.Tensor:
         return self.ids[:, 1:]
+
+    def without(self, corpora: Collection[str]) -> "EvaluationWindows":
+        """Windows of all other corpora."""
+        kept = [row for row, name in enumerate(self.corpora) if name not in corpora]
+        return EvaluationWindows(self.ids[kept], [self.corpora[row] for row in kept])
 
 
 def write_arrays(target: Path, arrays: dict[str, np.ndarray]) -> None:

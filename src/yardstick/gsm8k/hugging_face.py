@@ -10,6 +10,7 @@ from yardstick.gsm8k.generation import LENGTH, STOP, Generation
 from yardstick.gsm8k.prompts import Renderer
 from yardstick.models.config import ModelConfig
 from yardstick.models.folder import Original
+from yardstick.models.generate import NotFiniteError
 from yardstick.models.prefill import DTYPES, head_name, pick_device
 from yardstick.sources.base import TensorSource
 
@@ -29,11 +30,22 @@ def load_model(folder: Path, source: TensorSource, config: ModelConfig, dtype: t
     return model.to(pick_device()).eval()
 
 
+def require_finite(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Refuse logits [batch, vocabulary] that are not numbers; transformers would go on with the first id.
+
+    Raises:
+        NotFiniteError: one is not.
+    """
+    if not bool(logits.isfinite().all()):
+        raise NotFiniteError("the logits of a batch of texts are not finite")
+    return logits
+
+
 def answer(
     source: TensorSource, original: Original, renderer: Renderer, prompts: list[str], indices: list[int], settings: dict
 ) -> Iterator[tuple[int, Generation]]:
     """Answer the prompts of these indices, a batch at a time with padding in front; gives (index, generation)."""
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
 
     model = load_model(original.folder, source, original.config, DTYPES[settings["dtype"]])
     pad, max_new_tokens, batch = min(renderer.stop_ids), settings["max_new_tokens"], settings["batch"]
@@ -41,13 +53,15 @@ def answer(
     greedy = GenerationConfig(
         do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(renderer.stop_ids), pad_token_id=pad
     )
+    checks = LogitsProcessorList([require_finite])
     for start in range(0, len(indices), batch):
         rows = [(index, renderer.encode(prompts[index])) for index in indices[start : start + batch]]
         width = max(len(ids) for _, ids in rows)
         padded = torch.tensor([[pad] * (width - len(ids)) + ids for _, ids in rows], device=model.device)
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for _, ids in rows], device=model.device)
         with torch.no_grad():
-            output = model.generate(padded, attention_mask=mask, generation_config=greedy)[:, width:].tolist()
+            output = model.generate(padded, attention_mask=mask, generation_config=greedy, logits_processor=checks)
+        output = output[:, width:].tolist()
         for (index, _), ids in zip(rows, output, strict=True):
             ends = [place for place, token in enumerate(ids) if token in renderer.stop_ids]
             ids = ids[: ends[0] + 1] if ends else ids

@@ -5,27 +5,25 @@ import json
 import os
 from pathlib import Path
 
-from yardstick.files import canonical_json, write_text
+from yardstick.files import canonical_json, sha256_text, write_text
 from yardstick.gsm8k.generation import NOT_ASKED, Generation
 
 
 class KeptAnswers:
     """A file of one line an answer, behind a line with the digest of all that the answers depend on.
 
-    Answers of another digest are thrown away. A last line that a kill cut off is, too. Problems that could not be asked
-    are not kept, so the next run asks them again.
+    Answers of another digest are thrown away. A line that a kill cut off, or that was changed, is, too. Problems that
+    could not be asked are not kept, so the next run asks them again.
     """
 
     def __init__(self, path: Path, digest: str) -> None:
         self.path, self.found = Path(path), {}
         lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n") if self.path.is_file() else []
-        records = [_record(line) for line in lines]
-        if records and records[0] == {"digest": digest}:
-            for record in records[1:]:
-                if record and record.keys() == {"index", "generation"}:
-                    self.found[record["index"]] = Generation(**record["generation"])
-        kept = [{"digest": digest}, *(_line(index, generation) for index, generation in self.found.items())]
-        write_text(self.path, "".join(canonical_json(record) + "\n" for record in kept))
+        if lines and lines[0] == canonical_json({"digest": digest}):
+            for answer in filter(None, map(_answer, lines[1:])):
+                self.found[answer["index"]] = Generation(**answer["generation"])
+        kept = [_line(index, generation) for index, generation in self.found.items()]
+        write_text(self.path, "\n".join([canonical_json({"digest": digest}), *kept]) + "\n")
 
     def add(self, index: int, generation: Generation) -> None:
         """Keep an answer; it is on the disk when this returns."""
@@ -33,7 +31,7 @@ class KeptAnswers:
         if generation.finish_reason == NOT_ASKED:
             return
         with open(self.path, "a", encoding="utf-8") as stream:
-            stream.write(canonical_json(_line(index, generation)) + "\n")
+            stream.write(_line(index, generation) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
 
@@ -43,14 +41,16 @@ class KeptAnswers:
             self.path.unlink(missing_ok=True)
 
 
-def _line(index: int, generation: Generation) -> dict:
-    return {"index": index, "generation": dataclasses.asdict(generation)}
+def _line(index: int, generation: Generation) -> str:
+    answer = {"index": index, "generation": dataclasses.asdict(generation)}
+    return canonical_json({"answer": answer, "sha256": sha256_text(canonical_json(answer))})
 
 
-def _record(line: str) -> dict | None:
-    """The object of a whole line; None for one that was cut off."""
+def _answer(line: str) -> dict | None:
+    """The answer of a whole line; None for one that was cut off or changed."""
     try:
         record = json.loads(line)
-    except ValueError:
+        whole = sha256_text(canonical_json(record["answer"])) == record["sha256"]
+    except (ValueError, TypeError, KeyError):
         return None
-    return record if isinstance(record, dict) else None
+    return record["answer"] if whole else None

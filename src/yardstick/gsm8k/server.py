@@ -27,6 +27,7 @@ MAX_STOPS = 4  # of OpenAI's interface
 CONNECT_SECONDS = 10.0
 MAX_PAUSE_SECONDS = 60.0
 LOST_AFTER = 32  # problems without an answer, in a row, and a server that has answered counts as lost
+LOST_AT_FIRST = 8  # so many where it has not answered any
 ASK_AGAIN = {408, 409, 425, 429}  # and 5xx
 
 
@@ -67,7 +68,7 @@ class Server:
         self._key = read_key(name, settings.get("api_key_variable"))
 
     def answer(
-        self, conversations: list[list[dict]], max_new_tokens: int, stops: list[str]
+        self, conversations: list[list[dict]], max_new_tokens: int, stops: list[str], answered: bool = False
     ) -> Iterator[tuple[int, Generation]]:
         """Pairs of index and answer, in the order in which they are finished.
 
@@ -77,14 +78,15 @@ class Server:
         Args:
             conversations: messages with `role` and `content`, one list for each problem.
             stops: at most four strings that end an answer.
+            answered: whether the server has answered other problems of the run before.
 
         Raises:
-            YardstickError: the first `concurrency` problems (or all, where they are fewer) came to nothing, or later on
-                32 (or `concurrency`) in a row; or there are more stops than the interface allows.
+            YardstickError: the first eight problems (or `concurrency`, or all where they are fewer) came to nothing, or
+                once it has answered 32 (or `concurrency`) in a row; or there are more stops than the interface allows.
         """
         if len(stops) > MAX_STOPS:
             raise YardstickError(f"{self.name}: {len(stops)} stop strings, a server takes at most {MAX_STOPS}")
-        answered, held = False, []
+        held = []
         with self._requests() as requests, ThreadPoolExecutor(self.concurrency) as pool:
             try:
                 futures = {
@@ -99,8 +101,8 @@ class Server:
                         yield index, result
                         continue
                     held.append((index, Generation("", NOT_ASKED, fault=result.reason)))
-                    most = max(LOST_AFTER, self.concurrency) if answered else min(self.concurrency, len(futures))
-                    if len(held) >= most:
+                    most = max(LOST_AFTER if answered else LOST_AT_FIRST, self.concurrency)
+                    if len(held) >= (most if answered else min(most, len(futures))):
                         raise YardstickError(
                             f"{self.name}: {self.base_url} gave no answer to {len(held)} problems in a row, at last: "
                             f"{result.reason}; {result.advice}"

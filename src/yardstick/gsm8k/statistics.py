@@ -13,8 +13,9 @@ split has an exact p of 0.125. So each verdict needs a second, exact leg:
 - "worse" and "better": the 95 % bootstrap interval lies below or above 0, and McNemar's exact p is below 0.05.
 - "undecided": anything else.
 
-Equivalence is asked first: a difference that is surely there and surely inside the margin is "equivalent", with its
-interval and p beside it.
+Runs without a correct answer, or with more than 2 % truncated, are never called equivalent. Equivalence is asked
+first: a difference that is surely there and surely inside the margin is "equivalent", with its interval and p beside
+it.
 """
 
 import math
@@ -99,7 +100,10 @@ def compare_runs(reference: Sequence[str], candidate: Sequence[str], margin: flo
         result["interval"] = _percentile_interval(differences, LEVEL)
         result["equivalence_interval"] = _percentile_interval(differences, EQUIVALENCE_LEVEL)
         result["flip_interval"] = flip_interval(pairs, lost, gained, EQUIVALENCE_LEVEL)
-    return result | {"verdict": _verdict(result)}
+    verdict = _verdict(result)
+    if verdict == "equivalent" and not _can_be_equivalent(reference, candidate):
+        verdict = "undecided"
+    return result | {"verdict": verdict}
 
 
 def mcnemar_p(lost: int, gained: int) -> float:
@@ -130,6 +134,11 @@ def _bootstrap(pairs: int, lost: int, gained: int, seed: int) -> np.ndarray:
 
 def _percentile_interval(values: np.ndarray, level: float) -> list[float]:
     return _floats(np.percentile(values, [50 * (1 - level), 50 * (1 + level)]))
+
+
+def _can_be_equivalent(*runs: Sequence[str]) -> bool:
+    """Two runs that answer nothing right, or that are cut off, are alike without having shown anything."""
+    return any(CORRECT in run for run in runs) and not any(is_truncated(Counter(run)) for run in runs)
 
 
 def _verdict(result: dict) -> str:

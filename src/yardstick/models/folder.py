@@ -78,6 +78,16 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
+def context_length(folder: Path) -> int | None:
+    """Positions that the model was made for (`max_position_embeddings`), where its config says so."""
+    settings = read_json(folder / "config.json")
+    for place in (settings, settings.get("text_config")):
+        length = place.get("max_position_embeddings") if isinstance(place, dict) else None
+        if isinstance(length, int) and not isinstance(length, bool):
+            return length
+    return None
+
+
 def end_ids(folder: Path) -> set[int]:
     """Every id that the model's files call an end of text.
 

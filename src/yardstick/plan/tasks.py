@@ -66,7 +66,7 @@ class TaskSteps:
     def probed(self) -> tuple[int, int, int]:
         """Positions that the probe takes, the widths of all its inputs together, and the weights that read them."""
         config, settings = self.config, self.experiment.probe
-        texts = len(self.experiment.config["corpora"]["evaluation"]["texts"])
+        texts = len(self.experiment.config["corpora"]["evaluation"]["texts"]) - len(self.experiment.own_texts)
         positions = -(-settings["positions"] // texts) * texts
         linears = [config.layer_linears(layer) for layer in range(config.num_layers)]
         if settings["layers"] == "first":

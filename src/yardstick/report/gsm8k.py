@@ -51,9 +51,12 @@ def ordered(runs: dict[str, dict]) -> list[tuple[str, dict]]:
     return sorted(runs.items(), key=key)
 
 
+def title(name: str) -> str:
+    return "original" if name == ORIGINAL else f"*{name}*" if name in TASK_FLOORS else f"`{name}`"
+
+
 def gsm8k_row(name: str, run: dict, fidelity: dict[str, float]) -> list[str]:
-    title = "original" if name == ORIGINAL else f"*{name}*" if name in TASK_FLOORS else f"`{name}`"
-    cells = [title]
+    cells = [title(name)]
     if fidelity:
         cells.append(figure(fidelity[name]) if name in fidelity else "–")
     if run["failed"]:
@@ -104,9 +107,9 @@ def warnings(runs: dict[str, dict]) -> list[str]:
             continue
         score = run["gsm8k"]
         if score["asked"] < score["problems"]:
-            missed.append(f"`{name}` {score['problems'] - score['asked']} of {score['problems']}")
+            missed.append(f"{title(name)} {score['problems'] - score['asked']} of {score['problems']}")
         if is_truncated(score["counts"]):
-            cut.append(f"`{name}` {score['counts']['truncated']} of {score['asked']}")
+            cut.append(f"{title(name)} {score['counts']['truncated']} of {score['asked']}")
     found = [f"Could not be asked, and in no figure: {', '.join(missed)}."] if missed else []
     if cut:
         found.append(
