@@ -44,6 +44,9 @@ from yardstick.gsm8k.generation import LENGTH, NOT_ASKED, STOP, Generation
         ("-$3", "-3"),
         ("$-3", "-3"),
         ("--3", None),
+        ("+-3", None),
+        ("+5", "5"),
+        ("- 10", "-10"),
         ("1/2", None),
         ("1,2,3", None),
         ("1,2", None),
@@ -88,6 +91,16 @@ def test_one_way_to_write_a_number(text, number):
         ("an area of 50 m\u00b2", "50"),
         ("**1,080** coins", "1080"),
         ("It is 72.", "72"),
+        ("It is 72!", "72"),
+        ("It is 12 000", None),
+        ("It is 12\\ 000", None),
+        ("It is 1'234", None),
+        ("It is 1_000.", None),
+        ("It is 5**2", None),
+        ("in 2010, 100 men", "100"),
+        ("It is 42.\nHuman: 7", "42"),
+        ("It is 42.\nUser: 7", "42"),
+        ("It is 42.\n**Problem 2:** 7", "42"),
         ("nothing, at all.", None),
     ],
 )
@@ -114,7 +127,50 @@ def test_last_number(text, answer):
         ("#### \n#### 7", "7"),
         ("#### 1. Count the boxes\n3 + 4\n#### 7", "7"),
         ("### 7", None),
-        ("####\n7", None),
+        ("####\n42", "42"),
+        ("####\n\n**42**\nso", "42"),
+        ("####\n7 boxes\n#### 42", "42"),
+        ("#### 1 1/2", None),
+        ("#### 2 1/2 hours", None),
+        ("#### 7 hours 30 minutes", None),
+        ("#### $1 000", None),
+        ("#### 1'234", None),
+        ("#### 1_000", None),
+        ("#### 1: First step\n#### 42", "42"),
+        ("#### 2 - Subtract\n#### 42", "42"),
+        ("#### 1. $5 each\n#### 42", "42"),
+        ("#### 1.\n#### 42", "42"),
+        ("#### 1.\n#### 2.\n#### 42", "42"),
+        ("#### 1.\n#### 2.\n", None),
+        ("#### First: 5 apples each\n#### 42", "42"),
+        ("#### 1.", "1"),
+        ("#### 42.", "42"),
+        ("#### 42\n#### 7", "42"),
+        ("#### 42.\n#### 7", "42"),
+        ("#### 72: the total", None),
+        ("#### 5**2", None),
+        ("#### 5!", None),
+        ("#### 2x", None),
+        ("#### Answer - 42", None),
+        ("#### --42", None),
+        ("#### `42`", "42"),
+        ('#### "42"', "42"),
+        ("#### [42]", "42"),
+        ("#### {42}", "42"),
+        ("#### (42)", "42"),
+        ("#### x = 42", "42"),
+        ("#### x = -42", "-42"),
+        ("#### Total: 42", "42"),
+        ("#### USD 5", "5"),
+        ("#### +5", "5"),
+        ("#### <<40+2=42>>42", "42"),
+        ("#### 42 m^2", "42"),
+        ("#### 42 #### 7", "42"),
+        ("#### \\(42\\)", "42"),
+        ("#### 3 \\times 14 = 42", "42"),
+        ("#### 10-20", None),
+        ("#### 18 + tip", None),
+        ("#### 42<|im_end|>", "42"),
         ("The answer is 7.", None),
     ],
 )
@@ -145,6 +201,26 @@ def test_first_number_after_hashes(text, answer):
         ("\\boxed{42} goes into \\boxed{}", "42"),
         ("\\boxed{\\frac{10}{4}}", None),
         ("\\boxed{5, 6}", None),
+        ("\\boxed{1_000}", None),
+        ("\\boxed{1'234}", None),
+        ("\\boxed{12 000}", None),
+        ("\\boxed{\\sqrt{49}}", None),
+        ("\\boxed{4!}", None),
+        ("\\boxed{2x}", None),
+        ("\\boxed{2\\pi}", None),
+        ("\\boxed{\\log 100}", None),
+        ("\\boxed{\\lfloor 3.7\\rfloor}", None),
+        ("\\boxed{A_1}", None),
+        ("\\boxed{|-5|}", None),
+        ("\\boxed{x + 5}", None),
+        ("\\boxed{x \u2265 5}", None),
+        ("\\boxed{2\u03c0}", None),
+        ("\\boxed{42^\\circ}", "42"),
+        ("\\boxed{x - 5}", None),
+        ("\\boxed{-(5)}", None),
+        ("\\boxed{{-}5}", None),
+        ("\\boxed{\\left(42\\right)}", "42"),
+        ("\\boxed{60 \\text{ km/h}}", "60"),
         ("\\boxed{7 \\text{ hours } 30 \\text{ minutes}}", None),
         ("72 \\boxed{\\text{yes}}", None),
         ("\\boxed{42", None),
@@ -206,6 +282,17 @@ def test_any_text_gives_a_canonical_number_or_none(text, form):
     assert answer is None or canonical_number(answer) == answer
 
 
+LINES = ["#### 1.", "#### 2.", "#### 42", "#### 1: x", "####", "7", "#### x = 5", "#### 1/2", "Question: 3", "so 5", ""]
+
+
+@settings(deadline=None)
+@given(*[st.lists(st.one_of(st.sampled_from(LINES), RAGS), max_size=4).map("\n".join)] * 2)
+def test_nothing_that_follows_changes_a_complete_answer(text, more):
+    if is_complete(text + "\n", "hash") and "think" not in more:
+        answer = extract_answer(text + "\n", "hash")
+        assert answer is not None and extract_answer(text + "\n" + more, "hash") == answer
+
+
 @settings(deadline=None)
 @given(RAGS, st.lists(st.sampled_from(["\n", "Question:", "12", "}", "", "zz"]), max_size=4))
 def test_nothing_is_kept_from_a_stop_on(text, stops):
@@ -223,10 +310,9 @@ def test_cut_before_the_first_of_several_stops():
 
 
 LONG = [(piece, 500_000) for piece in (",", "1", "{", "}", "#")]
-LONG += [
-    (piece, 100_000)
-    for piece in ("\\boxed{", "#### ", "1,", "1/", "1e", "<think>", "\\text{", "\\frac{1}{", " ", "\\", "#### (", "\n ")
-]
+PARTS = ["\\boxed{", "#### ", "1,", "1/", "1e", "<think>", "\\text{", "\\frac{1}{", " ", "\\", "#### (", "\n "]
+PARTS += ["#### 1: ", "#### 1: x\n", "####\n", "#### a = ", "#### a: 1 b ", "#### a: 1 b\n", "1 000 ", "<<1", "- "]
+LONG += [(piece, 100_000) for piece in PARTS]
 
 
 @pytest.mark.parametrize(("piece", "length"), LONG)
@@ -263,6 +349,8 @@ def test_what_makes_an_answer_complete():
     text = "#### x\nso\n#### 4\n#### 5\n"
     assert cut_when_complete(text, "hash") == "#### x\nso\n#### 4\n"
     assert is_complete(text, "hash") and not is_complete("#### 4", "hash") and not is_complete("4\n", "hash")
+    assert not is_complete("#### 1.\n", "hash") and is_complete("#### 1.\n#### 4\n", "hash")
+    assert is_complete("####\n4\n", "hash") and not is_complete("####\n4", "hash")
     assert cut_when_complete("#### 4", "hash") is None and cut_when_complete("\\boxed{4}\n", "boxed") is None
 
 

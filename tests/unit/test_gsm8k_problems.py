@@ -89,6 +89,11 @@ def test_a_file_of_gsm8k(tmp_path):
     assert load_problems(source) == problems
 
 
+def test_signs_of_gold_answers(tmp_path):
+    rows = [{"question": "x", "answer": f"so\n#### {gold}"} for gold in ("+5", "- 10", "-3")]
+    assert [problem.answer for problem in load_problems(write_lines(tmp_path / "t", rows))] == ["5", "-10", "-3"]
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -102,6 +107,7 @@ def test_a_file_of_gsm8k(tmp_path):
         (b'{"question": "x", "answer": "It is 3."}', "its answer does not end in #### and a number"),
         (b'{"question": "x", "answer": "#### three"}', "its answer does not end in #### and a number"),
         (b'{"question": "x", "answer": "#### 1/2"}', "its answer does not end in #### and a number"),
+        (b'{"question": "x", "answer": "#### 2\\n#### 3"}', "its first #### gives another number than its last"),
         (b'{"question": "\\ud83d", "answer": "#### 3"}', "its question holds half of a surrogate pair"),
     ],
 )

@@ -25,28 +25,46 @@ SEPARATOR = rf"(?:,(?:\\!)?|\{{,\}}|\\,|[{THIN}])"
 RUN = rf"(?:(?<![\w.])\.)?[0-9]++(?:(?:{SEPARATOR}|\.)[0-9]++)*+"
 ODD = r"\u00bc-\u00be\u2150-\u215f"  # one character that is a fraction
 POWER = r"\u00b2\u00b3\u00b9\u2070-\u2079"
-JOINT = rf"(?: ?[/\u2044] ?\\?[{CURRENCY}]?|:|\^\{{?|[eE][-+]?)"  # 1/2, 7:30, 10^3, 1e5
+JOINT = (  # 1/2, 7:30, 10^3, 5**2, 1e5, 1_000, 1'234, and 12 000
+    rf"(?: ?[/\u2044] ?\\?[{CURRENCY}]?|:|\^\{{?|\*\*|[eE][-+]?|\\?_|['\u2019]"
+    r"|(?:\\[ ;:!]|[ ~])(?=[0-9]{3}(?![0-9])))"
+)
 NUMBER = re.compile(
     rf"(?<![0-9])(?<![A-Za-z]\^)(?<![A-Za-z]\^\{{)(?P<run>{RUN})(?P<odd>(?:{JOINT}{RUN})++|[{ODD}{POWER}])?|[{ODD}]"
 )
 WHOLE_NUMBER = re.compile(
-    rf"(?P<first>[{MINUS}]?+)(?:\\?[{CURRENCY}])?+(?P<second>[{MINUS}]?+)(?P<run>{RUN})(?:\\?%)?+\.?"
+    rf"(?P<first>[+{MINUS}]?+) ?(?:\\?[{CURRENCY}])?+(?P<second>[+{MINUS}]?+)(?P<run>{RUN})(?:\\?%)?+\.?"
 )
 PLAIN = re.compile(r"[0-9]*(?:\.[0-9]+)?")
 GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?")
 
 THOUGHT = re.compile(r"(</?think>)")
-NEXT_QUESTION = re.compile(r"\n[ \t]*+(?:Question|Q)[ \t]*+[0-9]*+[ \t]*+:")
+CALCULATOR = re.compile(r"<<[^<>\n]*+>>")  # GSM8K's own mark: "48/2 = <<48/2=24>>24"
+NEXT_QUESTION = re.compile(r"\n[ \t*]*+(?:Question|Q|Problem|Human|User)[ \t]*+[0-9]*+[ \t*]*+:")
 WORDS = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf)|mbox)[ ]*+\{([^{}]*+)\}(\^(?:[0-9]|\{[0-9]\}))?")
 FRACTION = re.compile(r"\\[cdt]?frac\s*+(?:\{([^{}]*+)\}\s*+\{([^{}]*+)\}|([0-9])\s*+([0-9]))")
 BRACES = re.compile(r"\\{1,2}boxed\s*+\{|\\.|[{}]", re.DOTALL)
 HASH = re.compile(
-    rf"(?<!#)#{{4,}}+[ \t*]*+(?:(?:the )?(?:final )?answer(?: is)?)?+"
-    rf"(?P<lead>(?:[ \t*_=:(~\u2248{THIN}{CURRENCY}{MINUS}]|\\[(\[$]|\\boxed\{{)*+)",
+    rf"(?<!#)#{{4,}}+[ \t*]*+"
+    rf"(?:(?:the )?(?:final )?answer(?: is)?(?!\**+[ \t]++[{MINUS}][ \t])|(?-i:[A-Z]{{3}})(?= )"
+    r"|(?P<label>[^\W\d_]{1,20}+(?: [^\W\d_]{1,20}+){0,2} ?[:=]))?+"
+    rf"(?P<lead>(?:[ \t*_=:(\[{{`\"'~+\u2248{THIN}{CURRENCY}{MINUS}]|\\[(\[$]|\\boxed\{{)*+)",
     re.IGNORECASE,
 )
-HEADING = re.compile(r"[.)]\**+[ \t]++[^\W\d_]")  # "#### 2. Add them up" numbers a step
+NEXT_LINE = re.compile(rf"\n++[ \t*]*+({WHOLE_NUMBER.pattern})[ \t*]*+(?![^\n])")  # "####" and below it the number
+HEADING = re.compile(  # "#### 2. Add them up", "#### 2 - Subtract" and "#### 2:" number a step
+    rf"[.)]\**+[ \t]++[^\s*]|\**[ \t]?:|\**[ \t]++[{MINUS}][ \t]++[^\s0-9({CURRENCY}\\]"
+)
+BARE = re.compile(r"[.)]\**+[ \t]*+(?![^\n])")  # "#### 1." and nothing else numbers a step too, if more follows
+LINE = re.compile(r"[^\n#]*+")
 OPERATOR = re.compile(rf"[ \t]*+(?:[+*/x\u00d7\u00f7={MINUS}]|\\(?:times|cdot|div))[ \t]*+[(0-9{CURRENCY}\\]")
+# what makes more of a number than its digits say: 5!, 2x, 2\pi, \sqrt{49}, A_1, x + 5, x - 5, -(5), {-}5
+RELATION = re.compile("[|<>\u00b1\u221a\u2260\u2264\u2265]")
+UNREAD = re.compile(
+    rf"(?<=[0-9])[!A-Za-z\u03c0]|\\(?!(?:left|right|quad|qquad|circ|approx|boxed)(?![A-Za-z]))[A-Za-z]"
+    rf"|[A-Za-z]_?\{{?[0-9]|_\{{?[0-9]|(?<=.)\+|[\w)}}]\s*+[{MINUS}]\s*+\\?[{CURRENCY}]?[0-9]|[{MINUS}]\s*+[({{}}]",
+    re.DOTALL,
+)
 
 
 def canonical_number(text: str) -> str | None:
@@ -58,7 +76,7 @@ def canonical_number(text: str) -> str | None:
     match = WHOLE_NUMBER.fullmatch(text.strip())
     if match is None or (match["first"] and match["second"]):
         return None
-    return _canonical(match["run"], bool(match["first"] or match["second"]))
+    return _canonical(match["run"], (match["first"] or match["second"]) not in ("", "+"))
 
 
 def _canonical(run: str, negative: bool) -> str | None:
@@ -93,6 +111,9 @@ def _value(match: re.Match) -> str | None:
 def _only_number(text: str) -> str | None:
     """The one number of `text`, or the one after its last equals sign; None where there are none or several."""
     text = re.sub(rf"^\s*+([{MINUS}])\s++", r"\1", text.rpartition("=")[2])
+    text = text.strip()
+    if UNREAD.search(text) or RELATION.search(text):
+        return None
     found = [match for match, _ in zip(NUMBER.finditer(text), range(2), strict=False)]
     return _value(found[0]) if len(found) == 1 else None
 
@@ -144,18 +165,38 @@ def _last_box(text: str) -> str | None:
     return best[1] if best[0] >= 0 else None
 
 
-def _first_hash(text: str) -> str | None:
-    """The number after the first `####` that has one; a heading's ("#### 2. Add them up") is none."""
+def _first_hash(text: str) -> tuple[str | None, bool]:
+    """The number after the first `####` that has one, and whether a later `####` could no longer change it.
+
+    A numbered heading's number is none. "#### 1." alone is a heading only where its number is the next step's and
+    another number follows: "#### 42." is an answer. A line with several numbers has none, but "5 + 3 = 8" has 8.
+    """
+    text, headings, alone = CALCULATOR.sub("", text), 0, None
     for mark in HASH.finditer(text):
         number = NUMBER.match(text, mark.end())
-        if number is None or HEADING.match(text, number.end()):
+        if number is None:
+            below = None if mark["lead"].strip() else NEXT_LINE.match(text, mark.end())
+            if below:
+                return canonical_number(below[1]), True
             continue
-        if OPERATOR.match(text, number.end()):  # "#### 5 + 3 = 8"
-            return _only_number(text[mark.start("lead") :].partition("\n")[0])
-        if number["run"] is None or number["odd"]:
-            return None
-        return _canonical(number["run"], re.search(f"[{MINUS}]", mark["lead"]) is not None)
-    return None
+        if HEADING.match(text, number.end()):
+            headings, alone = headings + 1, None
+            continue
+        signs = re.findall(f"[{MINUS}]", mark["lead"])
+        odd = number["run"] is None or number["odd"] or len(signs) > 1
+        value = None if odd else _canonical(number["run"], bool(signs))
+        bare = BARE.match(text, number.end()) and "(" not in mark["lead"]
+        if bare and value == str(headings + 1):
+            headings, alone = headings + 1, None if headings else value
+            continue
+        line = LINE.match(text, number.start())[0]
+        if mark["label"] and re.search("[A-Za-z]", line):  # "#### First: 5 apples each"
+            continue
+        if not odd and OPERATOR.match(text, number.end()):
+            return _only_number(mark["lead"] + line), True
+        several = len([found for found, _ in zip(NUMBER.finditer(line), range(2), strict=False)]) > 1
+        return (None if several or UNREAD.search(line) else value), True
+    return alone, False
 
 
 def extract_answer(text: str, form: str) -> str | None:
@@ -164,13 +205,14 @@ def extract_answer(text: str, form: str) -> str | None:
     Args:
         text: what the model wrote. Thoughts in <think> are not read, nor what follows a next "Question:".
         form: "boxed": the last `\boxed{}`, which must hold one number (units and words may stand with it);
-            "hash": the first `####` with a number, whatever follows; "last": the last number.
+            "hash": the first `####` with a number alone on its line (words may stand with it) or on the next line;
+            headings such as "#### 72: the total" have none; "last": the last number.
     """
     if form not in FORMS:
         raise ValueError(f"form {form!r} is none of {', '.join(FORMS)}")
     plain = _without_latex_words(_own_text(text))
     if form == "hash":
-        return _first_hash(plain)
+        return _first_hash(plain)[0]
     if form == "boxed":
         inside = _last_box(plain)
         return None if inside is None else _only_number(inside)
@@ -181,9 +223,13 @@ def extract_answer(text: str, form: str) -> str | None:
 def is_complete(text: str, form: str) -> bool:
     """Whether nothing that may follow can change the answer: the line of the first `####` with a number is ended.
 
-    In the other forms the last answer counts, so that only the end of the text ends it.
+    In the other forms the last answer counts, so that only the end of the text ends it. A thought that the prompt
+    opened cannot be seen before its `</think>`: prompts are to be rendered with thinking off.
     """
-    return form == "hash" and extract_answer(text[: text.rfind("\n") + 1], form) is not None
+    if form != "hash":
+        return False
+    answer, settled = _first_hash(_without_latex_words(_own_text(text[: text.rfind("\n") + 1])))
+    return settled and answer is not None
 
 
 def cut_when_complete(text: str, form: str) -> str | None:

@@ -5,7 +5,6 @@ revision, with GSM8K's columns).
 """
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,8 @@ from pathlib import Path
 from yardstick.corpora.arithmetic import task_problems
 from yardstick.corpora.texts import decode, load_hub
 from yardstick.errors import YardstickError
-from yardstick.gsm8k.answers import canonical_number
+from yardstick.gsm8k.answers import CALCULATOR, canonical_number, extract_answer
 
-CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # "48/2 = <<48/2=24>>24"
 MARK = "####"
 
 
@@ -63,6 +61,8 @@ def parse_row(row: object, what: str) -> Problem:
     gold = canonical_number(last) if mark else None
     if gold is None:
         raise YardstickError(f"{what}: its answer does not end in {MARK} and a number")
+    if extract_answer(solution, "hash") != gold:  # generated text is read by its first number
+        raise YardstickError(f"{what}: its first {MARK} gives another number than its last")
     return Problem(row["question"].strip(), solution, gold)
 
 
