@@ -13,7 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Tests of the finished mini experiment share a process, so that it is run once."""
+    """Tests of the finished mini experiment share a process, so that it is run once; they come first, since they are the
+    longest, and the other process takes the rest."""
+    items.sort(key=lambda item: "finished_tree" not in item.fixturenames)
     for item in items:
         if "finished_tree" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("mini-experiment"))
