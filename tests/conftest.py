@@ -13,8 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Tests of the finished mini experiment share a process, so that it is run once; they come first, since they are the
-    longest, and the other process takes the rest."""
+    """Tests of the finished mini experiment share a process, so that it is run once; they come first, since they take
+    the longest, and the other process takes the rest."""
     items.sort(key=lambda item: "finished_tree" not in item.fixturenames)
     for item in items:
         if "finished_tree" in item.fixturenames:
