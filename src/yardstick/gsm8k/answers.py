@@ -51,19 +51,19 @@ HASH = re.compile(
     rf"(?P<lead>(?:[ \t*_=:(\[{{`\"'~+\u2248{THIN}{CURRENCY}{MINUS}]|\\[(\[$]|\\boxed\{{)*+)",
     re.IGNORECASE,
 )
-NEXT_LINE = re.compile(rf"\n++[ \t*]*+({WHOLE_NUMBER.pattern})[ \t*]*+(?![^\n])")  # "####" and below it the number
+NEXT_LINE = re.compile(rf"[\r\n]++[ \t*]*+({WHOLE_NUMBER.pattern})[ \t*]*+(?![^\r\n])")  # the number below "####"
 HEADING = re.compile(  # "#### 2. Add them up", "#### 2 - Subtract" and "#### 2:" number a step
-    rf"[.)]\**+[ \t]++[^\s*]|\**[ \t]?:|\**[ \t]++[{MINUS}][ \t]++[^\s0-9({CURRENCY}\\]"
+    rf"[.)]\**+[ \t]++[^\s*]|\**[ \t]?:|\**[ \t]++[{MINUS}\u2014][ \t]++[^\s0-9({CURRENCY}\\]"
 )
-BARE = re.compile(r"[.)]\**+[ \t]*+(?![^\n])")  # "#### 1." and nothing else numbers a step too, if more follows
+BARE = re.compile(r"[.)]\**+[ \t]*+(?![^\r\n])")  # "#### 1." and nothing else numbers a step too, if more follows
 LINE = re.compile(r"[^\n#]*+")
 OPERATOR = re.compile(rf"[ \t]*+(?:[+*/x\u00d7\u00f7={MINUS}]|\\(?:times|cdot|div))[ \t]*+[(0-9{CURRENCY}\\]")
-# what makes more of a number than its digits say: 5!, 2x, 2\pi, \sqrt{49}, A_1, x + 5, x - 5, -(5), {-}5
 RELATION = re.compile("[|<>\u00b1\u221a\u2260\u2264\u2265]")
+# what makes more of a number than its digits say: 5!, 2x, 2\pi, \sqrt{49}, A_1, x + 5, x - 5, -(5), {-}5
 UNREAD = re.compile(
     rf"(?<=[0-9])[!A-Za-z\u03c0]|\\(?!(?:left|right|quad|qquad|circ|approx|boxed)(?![A-Za-z]))[A-Za-z]"
-    rf"|[A-Za-z]_?\{{?[0-9]|_\{{?[0-9]|(?<=.)\+|[\w)}}]\s*+[{MINUS}]\s*+\\?[{CURRENCY}]?[0-9]|[{MINUS}]\s*+[({{}}]",
-    re.DOTALL,
+    rf"|(?<![A-Za-z])[A-Za-z]\s?[/(]\s?[0-9]|[0-9]\s?/\s?[A-Za-z](?![A-Za-z])|[A-Za-z_]\{{?[0-9]"
+    rf"|(?!^)\+|[\w)}}]\s*+[{MINUS}]\s*+\\?[{CURRENCY}]?[0-9]|[{MINUS}]\s*+[({{}}]"
 )
 
 
@@ -94,12 +94,10 @@ def _is_negative(text: str, start: int) -> bool:
     if not head or not re.match(f"[{MINUS}]", head[-1]):
         return False
     left = head[:-1].rstrip(" \t")
-    if not left:
-        return True
-    if left[-1].isdigit() or left[-1] in ")]}%":
+    if left and (left[-1].isdigit() or left[-1] in ")]}%"):
         return False
     touches = left == head[:-1]
-    return not (touches and re.match(rf"[\w{MINUS}]", left[-1]))
+    return not (touches and re.match(rf"[\w{MINUS}]", left[-1:]))
 
 
 def _value(match: re.Match) -> str | None:
@@ -110,8 +108,7 @@ def _value(match: re.Match) -> str | None:
 
 def _only_number(text: str) -> str | None:
     """The one number of `text`, or the one after its last equals sign; None where there are none or several."""
-    text = re.sub(rf"^\s*+([{MINUS}])\s++", r"\1", text.rpartition("=")[2])
-    text = text.strip()
+    text = re.sub(rf"^\s*+([{MINUS}])\s++", r"\1", text.rpartition("=")[2]).strip()
     if UNREAD.search(text) or RELATION.search(text):
         return None
     found = [match for match, _ in zip(NUMBER.finditer(text), range(2), strict=False)]
@@ -174,13 +171,10 @@ def _first_hash(text: str) -> tuple[str | None, bool]:
     text, headings, alone = CALCULATOR.sub("", text), 0, None
     for mark in HASH.finditer(text):
         number = NUMBER.match(text, mark.end())
-        if number is None:
-            below = None if mark["lead"].strip() else NEXT_LINE.match(text, mark.end())
-            if below:
-                return canonical_number(below[1]), True
-            continue
-        if HEADING.match(text, number.end()):
-            headings, alone = headings + 1, None
+        if number is None and not mark["lead"].strip() and (below := NEXT_LINE.match(text, mark.end())):
+            return canonical_number(below[1]), True
+        if number is None or HEADING.match(text, number.end()):
+            headings, alone = (headings, alone) if number is None else (headings + 1, None)
             continue
         signs = re.findall(f"[{MINUS}]", mark["lead"])
         odd = number["run"] is None or number["odd"] or len(signs) > 1
@@ -226,9 +220,8 @@ def is_complete(text: str, form: str) -> bool:
     In the other forms the last answer counts, so that only the end of the text ends it. A thought that the prompt
     opened cannot be seen before its `</think>`: prompts are to be rendered with thinking off.
     """
-    if form != "hash":
-        return False
-    answer, settled = _first_hash(_without_latex_words(_own_text(text[: text.rfind("\n") + 1])))
+    lines = text[: text.rfind("\n") + 1] if form == "hash" else ""
+    answer, settled = _first_hash(_without_latex_words(_own_text(lines)))
     return settled and answer is not None
 
 
