@@ -18,7 +18,7 @@ SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schem
 NOISE_FLOORS = {
     "noise-hf": "Hugging Face's forward on the original weights",
     "noise-arithmetic": "our forward on the original weights in the other of fp32 and bf16",
-    "noise-decode": "our forward on the original weights, the second half of each chunk one position at a time "
+    "noise-decode": "our forward on the original weights, the last quarter of each chunk one position at a time "
     "through the caches of generation",
 }
 # runs of the original that show how many answers flip by themselves
@@ -221,8 +221,8 @@ class Experiment:
         if candidate == "noise-hf":
             return recipe | {"forward": "transformers"}
         if candidate == "noise-decode":
-            half = self.config["corpora"]["evaluation"]["length"] // 2
-            return recipe | {"batch_chunks": DECODE_CHUNKS, "decode_from": half}
+            start = self.config["corpora"]["evaluation"]["length"] * 3 // 4
+            return recipe | {"batch_chunks": DECODE_CHUNKS, "decode_from": start}
         return recipe | {"dtype": OTHER_DTYPE[settings["dtype"]]}
 
 

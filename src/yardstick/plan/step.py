@@ -7,7 +7,7 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 PROCESS, START_SECONDS = 0.35e9, 4  # Python, torch and its libraries
 HEAP = 1.3  # what the heap keeps of freed layers beside those that are alive
 # shares of the plain product rate that the steps reached on the default experiment (docs/log.md)
-FORWARD_SHARE, GPTQ_SHARE, DECODE_SHARE = 0.65, 0.45, 1.0
+FORWARD_SHARE, GPTQ_SHARE, DECODE_SHARE = 0.65, 0.45, 0.5
 # seconds for each weight on one core, from the default experiment: round to nearest, and ggml's quantizers
 RTN_SECONDS, GGUF_SECONDS = 1.2e-8, 2.0e-8
 # and of generation: answers in batches, own text a few windows at a time
