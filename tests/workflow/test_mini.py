@@ -174,10 +174,12 @@ def test_two_live_runs_exclude_each_other(tree):
     try:
         deadline = time.monotonic() + 30
         while not list((tree.folder / ".snakemake/locks").glob("*.lock")) and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)  # else it may be done before the second has begun
         second = tree.run(INDEX)
         assert second.returncode == 1 and "lock" in second.stderr.lower()
     finally:
+        process.send_signal(signal.SIGCONT)
         assert process.wait(300) == 0
 
 

@@ -44,7 +44,7 @@ named; it has no averages. The noise floors show how much of a difference is the
 OWN_TEXT = """Text that the original itself has written, drawn from its own distribution at temperature 1: what its
 users meet. It is in no figure over all texts. It also tests the ruler: on such text the mean difference of the two NLLs
 is an estimate of the mean KL that is computed apart from it, and z is the distance of the two in standard errors.
-Beyond 3 it says that something is measured wrongly.
+Beyond 3 it says that something is measured wrongly. All candidates read the same draws, so their z go together.
 """
 
 
@@ -130,7 +130,7 @@ def own_text_section(results: ModelResults) -> list[str]:
         for name in results.own_texts:
             part = row.summary["corpora"][name]
             ruler, z = part["ruler"], part["ruler"]["z"]
-            cells = [row_name(row, results), name, figure(part["kl"]["mean"]), interval(part["kl"]["interval"])]
+            cells = [row_name(row, results), name, figure(part["kl"]["mean"]), kl_interval(row, part)]
             cells.append(f"{part['top1']:.4f}")
             cells += ["–" if ruler[key] is None else figure(ruler[key]) for key in ("kl", "nll_difference", "error")]
             rows.append([*cells, "–" if z is None else f"{z:+.2f}"])

@@ -69,15 +69,13 @@ def gsm8k_row(name: str, run: dict, fidelity: dict[str, float]) -> list[str]:
     if pair is None:
         return [*cells, *["–"] * 5]
     p = "–" if pair["p"] is None else f"{pair['p']:.3g}"
-    difference = "–" if pair["difference"] is None else f"{100 * pair['difference']:+.1f} "
-    return [
-        *cells,
-        f"{pair['lost']}",
-        f"{pair['gained']}",
-        p,
-        difference + percent_interval(pair["interval"]),
-        pair["verdict"],
-    ]
+    if pair["difference"] is None:
+        difference = "–"
+    elif pair["lost"] + pair["gained"]:
+        difference = f"{100 * pair['difference']:+.1f} {percent_interval(pair['interval'])}"
+    else:  # resampling pairs without a flip gives an interval of no width, however few they are
+        difference = "0.0 (no flips)"
+    return [*cells, f"{pair['lost']}", f"{pair['gained']}", p, difference, pair["verdict"]]
 
 
 def share(value: float | None) -> str:

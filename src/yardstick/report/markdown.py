@@ -21,9 +21,10 @@ def interval(bounds: list[float] | None, digits: int = 4) -> str:
     return "n/a" if bounds is None else f"[{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
 
 
-def kl_interval(row: Row) -> str:
-    """Interval of a row's mean KL; a noise floor that is zero to four decimals has none worth printing."""
-    kl = row.summary["kl"]
+def kl_interval(row: Row, part: dict | None = None) -> str:
+    """Interval of a row's mean KL, over all or on one corpus; a noise floor that is zero to four decimals has none
+    worth printing."""
+    kl = (part or row.summary)["kl"]
     return "–" if row.is_noise and kl["mean"] < 0.0005 else interval(kl["interval"])
 
 
