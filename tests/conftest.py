@@ -8,10 +8,13 @@ import torch
 
 from tests.tiny import write_tiny_model
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # one process a core; waiting threads of one would hold up the other
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # one process a core, and so the steps that it starts: threads
+    cores = sorted(os.sched_getaffinity(0))  # that wait for a core which the other process has cost more than they give
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+    torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items) -> None:
     """Tests of the finished mini experiment share a process, so that it is run once; they come first, since they take
     the longest, and the other process takes the rest."""
