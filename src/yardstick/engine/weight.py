@@ -58,6 +58,11 @@ class PackedWeight:
         minima = None if self.minima is None else self.minima.to(device)
         return PackedWeight(self.codes.to(device), self.scales.to(device), minima, self.in_features, self.group_size)
 
+    def rows(self, stop: int) -> "PackedWeight":
+        """The first rows."""
+        minima = None if self.minima is None else self.minima[:stop]
+        return PackedWeight(self.codes[:stop], self.scales[:stop], minima, self.in_features, self.group_size)
+
     def dequantize(self) -> torch.Tensor:
         """fp32 values [out, in]."""
         codes = unpack_nibbles(self.codes, self.in_features)

@@ -14,22 +14,33 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.models.config import ModelConfig
 from yardstick.models.layers import run_block
-from yardstick.models.parts import norm, rotary_table
-from yardstick.models.prefill import head_rows, layers_ahead, pick_device
+from yardstick.models.parts import linear, norm, rotary_table
+from yardstick.models.prefill import Load, head_rows, layers_ahead, load_layer, pick_device
 from yardstick.models.state import BatchState, LayerState, Slots
 from yardstick.sources.base import TensorSource
 
 
 class Model:
-    """All weights of a model in memory, dequantized to the compute type; the head is fp32, as logits are."""
+    """All weights of a model in memory, dequantized to the compute type; the head is fp32, as logits are.
 
-    def __init__(self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, vocabulary: int) -> None:
+    `load` reads a layer and `head` takes the place of the head's rows: the engine's keep packed matrices packed.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        vocabulary: int,
+        load: Load = load_layer,
+        head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.config, self.dtype, self.device = config, dtype, pick_device()
-        self.layers = [weights for _, weights in layers_ahead(source, config, dtype, self.device)]
+        self.layers = [weights for _, weights in layers_ahead(source, config, dtype, self.device, load)]
         self.embedding = source.rows(config.embedding_name)[0 : config.vocab_size].to(self.device, dtype)
         self.gain = source.get(config.final_norm_name).to(self.device, dtype)
         # real rows alone: a checkpoint may pad its vocabulary, and no text may hold an id of the padding
-        self.head = head_rows(source, config)[0:vocabulary].to(self.device, torch.float32)
+        self.head = head or head_rows(source, config)[0:vocabulary].to(self.device, torch.float32)
 
     def next_logits(self, ids: torch.Tensor, states: list[BatchState], slots: Slots, rotary) -> torch.Tensor:
         """fp32 logits [slots, vocabulary] after one more id [slots, 1] of each text."""
@@ -42,7 +53,8 @@ class Model:
         hidden = self.embedding[ids.to(self.device)]
         for layer, (weights, state) in enumerate(zip(self.layers, states, strict=True)):
             hidden = run_block(hidden, weights, self.config, self.config.layer_kind(layer), rotary, state)
-        return norm(hidden[:, -1], self.gain, self.config).float() @ self.head.T
+        final = norm(hidden[:, -1], self.gain, self.config).float()
+        return linear(final, {"lm_head.weight": self.head}, "lm_head")
 
 
 @dataclass
