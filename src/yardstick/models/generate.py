@@ -50,11 +50,21 @@ class Model:
 
     def logits(self, ids: torch.Tensor, states: list, rotary) -> torch.Tensor:
         """fp32 logits [batch, vocabulary] after the last of ids [batch, length], which the states then have seen."""
+        return self.head_logits(norm(self._through_layers(ids, states, rotary)[:, -1], self.gain, self.config))
+
+    def hidden_states(self, ids: torch.Tensor, states: list[LayerState], rotary) -> torch.Tensor:
+        """Final-normed hidden states [batch, length, hidden] of ids [batch, length], which the states then hold."""
+        return norm(self._through_layers(ids, states, rotary), self.gain, self.config)
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [..., vocabulary] of final-normed hidden states [..., hidden]."""
+        return linear(hidden.float(), {"lm_head.weight": self.head}, "lm_head")
+
+    def _through_layers(self, ids: torch.Tensor, states: list, rotary) -> torch.Tensor:
         hidden = self.embedding[ids.to(self.device)]
         for layer, (weights, state) in enumerate(zip(self.layers, states, strict=True)):
             hidden = run_block(hidden, weights, self.config, self.config.layer_kind(layer), rotary, state)
-        final = norm(hidden[:, -1], self.gain, self.config).float()
-        return linear(final, {"lm_head.weight": self.head}, "lm_head")
+        return hidden
 
 
 @dataclass

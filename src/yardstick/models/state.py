@@ -12,7 +12,8 @@ from yardstick.errors import YardstickError
 class LayerState:
     """State of one layer for a batch of texts: keys and values, or the window and the memory of a delta net.
 
-    `length` counts the positions seen; room for keys and values is taken once, for `capacity` positions.
+    `length` counts the positions seen; room for keys and values is taken once, for `capacity` positions. With `trail`
+    set, a delta net also keeps what it was after each position of the last call, so that `rewind` can go back there.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -23,6 +24,8 @@ class LayerState:
             None  # inputs of the convolution before `length`: [batch, width - 1, channels]
         )
         self.memory: torch.Tensor | None = None  # of the delta rule: fp32 [batch, heads, key_dim, value_dim]
+        # (window, memory) after each position of the last call; None: not kept, as for a long prompt
+        self.trail: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def positions(self, length: int) -> torch.Tensor:
         """Positions of the next `length` ids."""
@@ -31,6 +34,22 @@ class LayerState:
     def advance(self, length: int) -> None:
         """Count the ids that the layer has been through."""
         self.length += length
+
+    def rewind(self, length: int) -> None:
+        """Forget all positions from `length` on; what is still in the room of the keys is written over.
+
+        Raises:
+            YardstickError: more positions are asked for than were seen, or a delta net did not keep its state there.
+        """
+        back = self.length - length
+        if not 0 <= back <= self.length:
+            raise YardstickError(f"a state of {self.length} positions cannot go back to {length}")
+        if back and self.memory is not None:
+            if back >= len(self.trail or ()):
+                raise YardstickError(f"a delta net kept no state to go back to position {length}")
+            self.window, self.memory = self.trail[-1 - back]
+        self.trail = None if self.trail is None else []
+        self.length = length
 
     @property
     def mask(self) -> None:
@@ -114,6 +133,8 @@ class Slots:
 
 class BatchState:
     """State of one layer for texts of different lengths that share `slots`."""
+
+    trail = None  # a batch never goes back
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
