@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CORES ?= 1
+CORES ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .PHONY: table record test bench pin docs clean
 
@@ -29,7 +29,7 @@ pin: $(VENV)/.installed
 # keep the results of the last default run where a visitor sees them
 docs: $(VENV)/.installed
 	$(BIN)/python -m yardstick.cli.record_run --results results/quality --output docs/results --readme README.md \
-		--cores $$(nproc)
+		--cores $(CORES)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

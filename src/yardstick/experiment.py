@@ -28,7 +28,7 @@ TASK_FLOORS = {
     "noise-hf": "the original through Hugging Face's generate",
 }
 ORIGINAL = "reference"
-DECODE_CHUNKS = 8  # decoded together: a step is a product with that many rows
+DECODE_CHUNKS = 10  # decoded together: a step is a product with that many rows
 OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32"}
 RESERVED = {ORIGINAL, *NOISE_FLOORS, *TASK_FLOORS}
 # keys of models and rivals that say nothing about how they are made

@@ -15,7 +15,9 @@ def main(arguments) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     run([sys.executable, "-m", "venv", str(folder)], arguments.requirements)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    run([*pip, "install", "--quiet", "--requirement", str(arguments.requirements)], arguments.requirements)
+    # not compiled: of thousands of modules the tool imports some, which are then compiled once
+    install = [*pip, "install", "--quiet", "--no-compile", "--requirement", str(arguments.requirements)]
+    run(install, arguments.requirements)
     write_text(arguments.output, run([*pip, "list", "--format", "json"], arguments.requirements))
 
 
