@@ -97,6 +97,18 @@ def test_the_nearest_measurement_decides():
         assert "nothing was measured" in choose(weight, torch.float32, 2, other).why
 
 
+def test_without_a_measurement_the_type_of_the_inputs_decides():
+    weight = packed(70, 200, 32)
+    if torch.cuda.is_available():
+        assert choose(weight, torch.bfloat16, 1, ()).path == "triton-gemv"
+        assert choose(weight, torch.bfloat16, 40, ()).path == "triton-gemm"
+        assert choose(weight, torch.bfloat16, 65, ()).path == "dequantize"
+    else:
+        assert choose(weight, torch.float32, 1, ()).path == "dense"
+        assert choose(weight, torch.bfloat16, 32, ()).path == "torch-int4"
+        assert choose(packed(70, 200, 48), torch.bfloat16, 32, ()).path == "dense"  # no groups of 48
+
+
 @pytest.fixture(scope="module", params=[("llama", True, 2), ("qwen2", False, 2), ("qwen3_5", False, 4)])
 def checkpoint(request, tmp_path_factory):
     """A tiny original and its round-to-nearest checkpoint."""

@@ -1,14 +1,28 @@
 """The engine's measurements: what is counted, and what a table of them says."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from tests.tiny import write_tiny_model
 from yardstick.engine import measure
-from yardstick.engine.bench import bench_paths, random_weight
+from yardstick.engine.bench import bench_paths, decode_times
+from yardstick.engine.choose import choose
 from yardstick.engine.measure import copies_beyond_cache, copy_bandwidth, seconds_each
+from yardstick.engine.model import engine_shapes
 from yardstick.engine.paths import PATHS
+from yardstick.engine.synthetic import random_model, random_weight
+from yardstick.engine.tune import sweep, tiles
+from yardstick.models.config import read_config
+from yardstick.models.parts import rotary_table
 from yardstick.models.prefill import pick_device
+from yardstick.models.state import LayerState
 from yardstick.report.speed import decode_table, dispatch_line, plot_roofline, product_table, speed_document
+
+ROOT = Path(__file__).parents[2]
 
 
 def product(path, microseconds, chosen=False, rows=1, dtype="float32", share=0.5):
@@ -101,3 +115,45 @@ def test_the_document_has_all_of_it(tmp_path):
         assert part in text
     plot_roofline(record | {"decode": [run]}, tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_tiles_have_the_batch_that_holds_the_rows():
+    assert {tile["batch"] for tile in tiles("triton-gemm", 2)} == {16}
+    assert {tile["batch"] for tile in tiles("triton-gemm", 33)} == {64}
+    assert len(list(tiles("triton-gemv", 1))) == 36 and list(tiles("dense", 5)) == [{}]
+
+
+def test_a_sweep_gives_the_fastest_first():
+    weight = random_weight(48, 160, 32, pick_device())
+    x = torch.randn(2, 160, device=pick_device())
+    entries = sweep([weight], x, ["dequantize", "dense", "triton-gemv"])  # the last takes one row alone
+    assert {entry.path for entry in entries} == {"dequantize", "dense"}
+    assert entries[0].microseconds <= entries[1].microseconds
+    assert choose(weight, torch.float32, 2, entries[:1]).path == entries[0].path
+
+
+@torch.no_grad()
+def test_a_model_of_random_weights_decodes(tmp_path):
+    """The shapes are those of the config, and what it writes is what dequantized weights write."""
+    config = read_config(write_tiny_model(tmp_path / "m", "qwen3_5", tied=False, layers=4) / "config.json")
+    model = random_model(config, 4, 32, torch.float32, pick_device())
+    times = decode_times(model, 200, 6, 4)
+    assert times["step_milliseconds"] > 0 and times["prompt_milliseconds"] > 0
+    shapes = engine_shapes(config)
+    joined = "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj"
+    linears = config.layer_linears(3)
+    rows = sum(linears[name][0] for name in joined.split("+"))
+    assert shapes[joined] == (rows, config.hidden_size)
+    assert tuple(model.layers[3][joined].linear.weight.codes.shape) == (rows, config.hidden_size // 2)
+    hidden = model.hidden_states(
+        torch.tensor([[3, 5, 7]]), [LayerState(3) for _ in range(4)], rotary_table(config, 3, model.device, model.dtype)
+    )
+    assert 0.5 < float(hidden.std()) < 2  # a norm of gain 1 behind layers that keep their size
+
+
+def test_the_check_of_a_card_runs_up_to_the_card():
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    found = subprocess.run([sys.executable, "bench/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 1 and found.stdout == ""
+    assert found.stderr == "yardstick: 7 shapes are ready to be checked, but there is no CUDA device here\n"

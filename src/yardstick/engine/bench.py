@@ -1,5 +1,6 @@
 """What a product with a packed matrix costs by each path, and what a step of decoding costs."""
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from yardstick.engine.choose import choose
 from yardstick.engine.measure import LONG_SECONDS, copies_beyond_cache, peak_memory, seconds_each, synchronize
 from yardstick.engine.model import load_layer, open_head
 from yardstick.engine.paths import PATHS, open_path
+from yardstick.engine.synthetic import random_weight
 from yardstick.engine.weight import PackedWeight
 from yardstick.evaluate.bits import matrix_bytes
 from yardstick.models.config import ModelConfig
 from yardstick.models.folder import Original
-from yardstick.models.generate import Model, Text, generate, greedy
+from yardstick.models.generate import EagerStep, Model, Stepper, Text, generate, greedy
 from yardstick.models.prefill import DTYPES, head_name, pick_device
 from yardstick.sources.packed import PackedSource
 
@@ -49,14 +51,6 @@ def model_shapes(source: PackedSource, config: ModelConfig) -> dict[str, tuple[i
             scheme = source.schemes[name]
             shapes.setdefault((*scheme["shape"], scheme["group_size"]), name)
     return {name: shape for shape, name in shapes.items()}
-
-
-def random_weight(out_features: int, in_features: int, group_size: int, device: torch.device) -> PackedWeight:
-    """Random codes with scales and minima of a plausible size."""
-    groups = -(-in_features // group_size)
-    codes = torch.randint(0, 256, (out_features, -(-in_features // 2)), dtype=torch.uint8, device=device)
-    scales = (0.01 * (0.5 + torch.rand(out_features, groups, device=device))).bfloat16()
-    return PackedWeight(codes, scales, (-7.5 * scales.float()).bfloat16(), in_features, group_size)
 
 
 def bench_products(
@@ -107,7 +101,7 @@ def bench_paths(name: str, weights: list[PackedWeight], x: torch.Tensor, bandwid
 def bench_decode(
     source: PackedSource, original: Original, vocabulary: int, mode: str, dtype: str, prompt: int, steps: int
 ) -> dict:
-    """Time of a prompt and of the steps after it, one text, greedy.
+    """Time of a prompt and of the steps after it, one text, greedy, with a checkpoint's weights.
 
     Args:
         mode: `packed` for the engine's paths, `dense` for dequantized weights.
@@ -115,12 +109,23 @@ def bench_decode(
         steps: ids that are written after the first.
 
     Returns:
-        milliseconds of the prompt and of a step (their median), the bytes of the matrices that a step reads, and the
-        most memory that was taken, in bytes.
+        milliseconds of the prompt and of a step, the bytes of the matrices that a step reads, and the most memory that
+        was taken, in bytes.
     """
     config = original.config
     named = {"load": load_layer, "head": open_head(source, config, vocabulary)} if mode == "packed" else {}
     model = Model(source, config, DTYPES[dtype], vocabulary, **named)
+    return {
+        "mode": mode,
+        "dtype": dtype,
+        **decode_times(model, vocabulary, prompt, steps),
+        "matrix_bytes": matrix_bytes(source, config) if mode == "packed" else dense_bytes(source, config, dtype),
+        "peak_memory": peak_memory(model.device),
+    }
+
+
+def decode_times(model: Model, vocabulary: int, prompt: int, steps: int, stepper: Stepper = EagerStep) -> dict:
+    """Milliseconds of a random prompt and, as a median, of a step after it, for one text."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, vocabulary, (prompt,), generator=generator).tolist()
     moments: list[float] = []
@@ -131,20 +136,14 @@ def bench_decode(
         return "whole" if len(text.written) > steps else None
 
     for _ in range(2):  # the first time paths are made ready
-        moments.clear()
-        moments.append(time.perf_counter())
-        list(generate(model, [Text(0, ids)], 1, prompt + steps + 2, greedy, ended))
-    waits = sorted(after - before for before, after in zip(moments[1:], moments[2:], strict=False))
-    step = waits[len(waits) // 2]
+        moments[:] = [time.perf_counter()]
+        list(generate(model, [Text(0, ids)], 1, prompt + steps + 2, greedy, ended, stepper=stepper))
+    step = statistics.median(after - before for before, after in zip(moments[2:], moments[3:], strict=False))
     return {
-        "mode": mode,
-        "dtype": dtype,
         "prompt": prompt,
         "steps": steps,
         "prompt_milliseconds": 1e3 * (moments[1] - moments[0]),
         "step_milliseconds": 1e3 * step,
-        "matrix_bytes": matrix_bytes(source, config) if mode == "packed" else dense_bytes(source, config, dtype),
-        "peak_memory": peak_memory(model.device),
     }
 
 

@@ -72,7 +72,7 @@ def choose(weight: PackedWeight, dtype: torch.dtype, rows: int, entries: Sequenc
         and PATHS[entry.path].refusal(weight, device) is None
     ]
     if not fitting:
-        return default(weight, rows, name)
+        return default(weight, dtype, rows, name)
     size = weight.out_features * weight.in_features
 
     def distance(entry: Entry) -> tuple[float, float]:
@@ -84,12 +84,14 @@ def choose(weight: PackedWeight, dtype: torch.dtype, rows: int, entries: Sequenc
     return Choice(best.path, best.tile, f"fastest of those measured at {measured}")
 
 
-def default(weight: PackedWeight, rows: int, name: str) -> Choice:
-    """Without a measurement: Triton on CUDA for up to 64 rows where it takes the groups, dense weights on the CPU."""
+def default(weight: PackedWeight, dtype: torch.dtype, rows: int, name: str) -> Choice:
+    """Without a measurement: Triton on CUDA for up to 64 rows where it takes the groups. On the CPU torch's int4 product
+    for bf16 inputs and dense weights for fp32 ones, for which that product is slow (docs/log.md)."""
     why = f"default: nothing was measured on {name}"
     device = weight.codes.device
     if device.type == "cpu":
-        return Choice("dense", {}, why)
+        int4 = dtype == torch.bfloat16 and PATHS["torch-int4"].refusal(weight, device) is None
+        return Choice("torch-int4" if int4 else "dense", {}, why)
     path = "triton-gemv" if rows == 1 else "triton-gemm"
     if rows > MOST_ROWS:
         return Choice("dequantize", {}, f"more than {MOST_ROWS} rows are bound by arithmetic")

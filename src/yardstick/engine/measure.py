@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-ROUNDS, ROUND_SECONDS, LONG_SECONDS = 7, 0.04, 0.5
+ROUNDS, LONG_SECONDS = 7, 0.5
+ROUND_SECONDS = {"cpu": 0.04, "cuda": 0.005}
 # weights that are multiplied in turn must not fit into a cache: in a model each is read once a token
 BEYOND_CACHE = {"cpu": 150e6, "cuda": 400e6}
 MOST_COPIES = 64
@@ -21,7 +22,7 @@ def seconds_each(calls: Sequence[Callable[[], object]], device: torch.device) ->
     once = _round(calls, 1, device)
     if once > LONG_SECONDS:
         return once / len(calls)
-    repeats = max(1, int(ROUND_SECONDS / max(once, 1e-9)))
+    repeats = max(1, int(ROUND_SECONDS[device.type] / max(once, 1e-9)))
     return statistics.median(_round(calls, repeats, device) for _ in range(ROUNDS)) / (repeats * len(calls))
 
 

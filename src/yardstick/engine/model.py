@@ -93,6 +93,22 @@ class JoinedLinear(torch.nn.Module):
         return self.linear(inputs).split(self.sizes, dim=-1)
 
 
+def engine_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Different shapes (out, in) of the products that the engine does for a model, joined matrices as one, by the
+    names of the first."""
+    shapes: dict[tuple[int, int], str] = {}
+    for layer in range(config.num_layers):
+        linears = config.layer_linears(layer)
+        for names in JOINED:
+            if all(name in linears for name in names):
+                parts = [linears.pop(name) for name in names]
+                linears["+".join(names)] = (sum(out for out, _ in parts), parts[0][1])
+        for name, shape in linears.items():
+            shapes.setdefault(shape, name)
+    shapes.setdefault((config.vocab_size, config.hidden_size), "lm_head")
+    return {name: shape for shape, name in shapes.items()}
+
+
 def open_head(source: PackedSource, config: ModelConfig, vocabulary: int, path: str | None = None) -> QuantLinear:
     """The output head of a packed checkpoint, of which the first `vocabulary` rows are real.
 

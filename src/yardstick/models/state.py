@@ -99,8 +99,9 @@ class Slots:
     def __init__(self, count: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.capacity = count, capacity
         self._lengths = torch.zeros(count, dtype=torch.int64, device=device)
-        self._dtype, self._room = dtype, torch.arange(capacity, device=device)
+        self._room = torch.arange(capacity, device=device)
         self.rows = torch.arange(count, device=device)
+        self.mask = torch.zeros(count, 1, 1, capacity, dtype=dtype, device=device)
         self._mask()
 
     def place(self, slot: int, length: int) -> None:
@@ -116,7 +117,11 @@ class Slots:
 
     def advance(self) -> None:
         """Count one id for every slot; one that is full stays at its last position, its output is not used."""
-        self._lengths = (self._lengths + 1).clamp_max(self.capacity - 1)
+        self._lengths.add_(1).clamp_max_(self.capacity - 1)  # in place, like the mask: a CUDA graph keeps addresses
+        self._mask()
+
+    def refresh(self) -> None:
+        """Make the mask anew, after lengths were set from outside."""
         self._mask()
 
     @property
@@ -126,9 +131,7 @@ class Slots:
 
     def _mask(self) -> None:
         # added to the scores: 0 for positions up to the next id's own, minus infinity behind it
-        hidden = self._room > self._lengths[:, None]
-        self.mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-        self.mask = self.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        self.mask.zero_().masked_fill_((self._room > self._lengths[:, None])[:, None, None], -torch.inf)
 
 
 class BatchState:
