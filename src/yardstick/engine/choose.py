@@ -85,8 +85,8 @@ def choose(weight: PackedWeight, dtype: torch.dtype, rows: int, entries: Sequenc
 
 
 def default(weight: PackedWeight, dtype: torch.dtype, rows: int, name: str) -> Choice:
-    """Without a measurement: Triton on CUDA for up to 64 rows where it takes the groups. On the CPU torch's int4 product
-    for bf16 inputs and dense weights for fp32 ones, for which that product is slow (docs/log.md)."""
+    """Without a measurement: Triton on CUDA for up to 64 rows where it takes the groups; on the CPU torch's int4
+    product for bf16 inputs, and dense weights for fp32 ones, for which that product is slow (docs/log.md)."""
     why = f"default: nothing was measured on {name}"
     device = weight.codes.device
     if device.type == "cpu":
