@@ -145,9 +145,8 @@ def test_a_model_of_random_weights_decodes(tmp_path):
     rows = sum(linears[name][0] for name in joined.split("+"))
     assert shapes[joined] == (rows, config.hidden_size)
     assert tuple(model.layers[3][joined].linear.weight.codes.shape) == (rows, config.hidden_size // 2)
-    hidden = model.hidden_states(
-        torch.tensor([[3, 5, 7]]), [LayerState(3) for _ in range(4)], rotary_table(config, 3, model.device, model.dtype)
-    )
+    states, rotary = [LayerState(3) for _ in range(4)], rotary_table(config, 3, model.device, model.dtype)
+    hidden = model.hidden_states(torch.tensor([[3, 5, 7]]), states, rotary)
     assert 0.5 < float(hidden.std()) < 2  # a norm of gain 1 behind layers that keep their size
 
 
