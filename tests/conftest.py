@@ -19,9 +19,9 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # one process a core, and s
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items) -> None:
-    """Tests of the finished mini experiment share a process, so that it is run once; they come first, since they take
-    the longest, and the other process takes the rest."""
-    items.sort(key=lambda item: "finished_tree" not in item.fixturenames)
+    """Tests of the finished mini experiment share a process, so that it is run once. They come first, then the other
+    tests of whole workflows: what takes long must not be left to the end, when one process has nothing to do."""
+    items.sort(key=lambda item: ("finished_tree" not in item.fixturenames, "workflow" not in item.path.parts))
     for item in items:
         if "finished_tree" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("mini-experiment"))
