@@ -111,6 +111,13 @@ class Experiment:
         return self.rivals.get(candidate, {}).get("models") or list(self.models)
 
     @property
+    def engine(self) -> dict:
+        """What the engine's speed is measured with: a variant, the baseline or else the first, and settings."""
+        settings = self.config["engine"]
+        named = settings["candidate"] or self.config["baseline"]
+        return settings | {"candidate": named if named in self.variants else next(iter(self.variants), None)}
+
+    @property
     def probe(self) -> dict | None:
         """Settings of the layer probe; None where the config asks for none."""
         return self.config.get("probe")
@@ -303,6 +310,10 @@ def _check_tasks(experiment: Experiment) -> None:
         raise YardstickError("config: corpora.calibration: text of kind generated is for evaluation")
     if len(experiment.own_texts) == len(config["corpora"]["evaluation"]["texts"]):
         raise YardstickError("config: corpora.evaluation.texts: there must be one that is not of kind generated")
+    timed = config["engine"]["candidate"]
+    if timed is not None and timed not in experiment.variants:
+        known = ", ".join(experiment.variants) or "none"
+        raise YardstickError(f"config: engine.candidate: {timed!r} is not a variant (known: {known})")
     for key in ("gsm8k", "probe"):
         unknown = sorted(set(config.get(key, {}).get("candidates") or []) - set(rows))
         if unknown:

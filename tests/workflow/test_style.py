@@ -19,8 +19,8 @@ def run(*command):
 @pytest.mark.parametrize(
     "command",
     [
-        ("ruff", "check", "src", "tests"),
-        ("ruff", "format", "--check", "src", "tests"),
+        ("ruff", "check", "src", "tests", "bench"),
+        ("ruff", "format", "--check", "src", "tests", "bench"),
         ("snakefmt", "--check", "workflow"),
     ],
     ids=["ruff-check", "ruff-format", "snakefmt"],

@@ -3,6 +3,7 @@
 from yardstick.experiment import part_candidates
 
 TASK = EXPERIMENT.config.get("gsm8k", {})
+ENGINE = EXPERIMENT.engine
 ANSWERING = {model: EXPERIMENT.answering(model) for model in EXPERIMENT.models}
 ANSWERING_NAMES = {name for names in ANSWERING.values() for name in names}
 
@@ -134,6 +135,16 @@ def answering_code(wildcards):
 def original_answers(wildcards):
     """What a run is paired with; the original itself is paired with nothing."""
     return [f"results/gsm8k/{wildcards.model}/{ORIGINAL}/generations.parquet"] * (wildcards.answering != ORIGINAL)
+
+
+def timed_checkpoint(wildcards):
+    """The packed checkpoint whose shapes and decoding are timed."""
+    return checkpoint_of(wildcards.model, ENGINE["candidate"])
+
+
+def timed_decoding(wildcards):
+    kinds = [f"{weights}-{dtype}" for dtype in ENGINE["dtypes"] for weights in ("packed", "dense")]
+    return [f"results/engine/{wildcards.model}/decode-{kind}.json" for kind in kinds]
 
 
 RECORD_RECIPE = as_json(

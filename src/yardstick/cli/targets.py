@@ -17,6 +17,7 @@ WITHOUT_JOBS |= {"-l", "--list", "--list-rules", "--summary", "-D", "--detailed-
 MEASURED_FILES = {"summary.json", "positions.parquet", "evaluation.json"}
 CANDIDATE_FILES = MEASURED_FILES | {"quantize.json", "checkpoint", "decoded", "attribution.json", "probe.json"}
 ANSWER_FILES = {"summary.json", "answers.parquet", "generations.parquet", "generation.json"}
+ENGINE_FILES = ("speed.md", "speed.json", "roofline.png", "products.json")
 QUALITY_FILES = {"table.md", "quantization.md"}
 
 
@@ -30,6 +31,8 @@ def check_targets(arguments: list[str], experiment: Experiment) -> None:
         parts = Path(argument).parts  # also takes off a leading ./
         if parts[:2] == ("results", "gsm8k"):
             check_answers_target(argument, parts[2:], experiment)
+        if parts[:2] == ("results", "engine"):
+            check_engine_target(argument, parts[2:], experiment)
         if parts[:2] not in (("results", "quality"), ("data", "quality")) or len(parts) < 3:
             continue
         inside = parts[3:] if parts[2] == "plots" else parts[2:]
@@ -83,6 +86,23 @@ def check_answers_target(argument: str, inside: tuple[str, ...], experiment: Exp
         raise YardstickError(f"target {argument}: nobody answers as {inside[1]} (known: {known})")
     if inside[2] not in ANSWER_FILES:
         raise YardstickError(f"target {argument}: no such file is made there ({', '.join(sorted(ANSWER_FILES))})")
+
+
+def check_engine_target(argument: str, inside: tuple[str, ...], experiment: Experiment) -> None:
+    """Refuse a target of the engine's speed that is not made.
+
+    Raises:
+        YardstickError: names it, and what there is.
+    """
+    if experiment.engine["candidate"] is None:
+        raise YardstickError(f"target {argument}: the config has no variant whose speed could be measured")
+    if inside and inside[0] not in experiment.models:
+        known = ", ".join(experiment.models)
+        raise YardstickError(f"target {argument}: the config has no model {inside[0]} (known: {known})")
+    kinds = [f"decode-{mode}-{dtype}.json" for dtype in experiment.engine["dtypes"] for mode in ("packed", "dense")]
+    known = [*ENGINE_FILES, *kinds]
+    if len(inside) > 1 and inside[1] not in known:
+        raise YardstickError(f"target {argument}: no such file is made there ({', '.join(known)})")
 
 
 def release_stale_lock(arguments: list[str]):

@@ -27,6 +27,11 @@ def bits_per_weight(source: TensorSource, config: ModelConfig) -> dict[str, floa
     }
 
 
+def matrix_bytes(source: TensorSource, config: ModelConfig) -> int:
+    """Bytes of the stored matrices that are read for each token: those of all layers and the head."""
+    return sum(info.bits for info in _measured(source, config).values()) // 8
+
+
 def schemes(source: TensorSource, config: ModelConfig) -> dict[str, int]:
     """How many of the measured matrices are stored in which scheme."""
     counts: dict[str, int] = {}

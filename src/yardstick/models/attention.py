@@ -4,15 +4,17 @@ import torch
 import torch.nn.functional as F
 
 from yardstick.models.config import ModelConfig
-from yardstick.models.parts import Rotary, Stages, Weights, apply_rotary, linear, norm
+from yardstick.models.parts import Rotary, Stages, Weights, apply_rotary, linear, linears, norm
 from yardstick.models.state import BatchState, LayerState
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def attention_stages(
     normed: torch.Tensor, weights: Weights, config: ModelConfig, rotary: Rotary, state: LayerState | BatchState | None
 ) -> Stages:
     """Stages of the attention of one block, on normed states [batch, length, hidden]; see `layers.block_stages`."""
-    yield ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), normed
+    yield QKV, normed
     context = attention_context(normed, weights, config, rotary, state)
     del normed
     yield ("self_attn.o_proj",), context
@@ -26,20 +28,18 @@ def attention_context(
     batch, length, _ = normed.shape
     here = tuple(table[state.positions(length)] if state else table[:length] for table in rotary)
 
-    def heads(name: str, count: int) -> torch.Tensor:
-        return linear(normed, weights, f"self_attn.{name}").view(batch, length, count, -1)
+    query, key, value = (states.unflatten(-1, (-1, config.head_dim)) for states in linears(normed, weights, QKV))
 
     def rotated(states: torch.Tensor, gain: str) -> torch.Tensor:
         if config.qk_norm:
             states = norm(states, weights[f"self_attn.{gain}.weight"], config)
         return apply_rotary(states.transpose(1, 2), here)
 
-    query, gate = heads("q_proj", config.num_heads), None
+    gate = None
     if config.gated_attention:  # each head's rows are its query, then its gate
-        query, gate = query.chunk(2, dim=-1)
+        query, gate = query[:, :, 0::2], query[:, :, 1::2]
     query = rotated(query, "q_norm")
-    key = rotated(heads("k_proj", config.num_kv_heads), "k_norm")
-    value = heads("v_proj", config.num_kv_heads).transpose(1, 2)
+    key, value = rotated(key, "k_norm"), value.transpose(1, 2)
     if state:
         key, value = state.extend(key, value)
     context = attend(query, key, value, state.mask if state else None).transpose(1, 2)

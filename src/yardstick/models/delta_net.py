@@ -36,8 +36,8 @@ def delta_net_output(
 ) -> torch.Tensor:
     """The delta net up to the input of out_proj: [batch, length, value_heads * value_dim]."""
     shape, (batch, length, _) = config.delta, normed.shape
-    mixed = linear(normed, weights, "linear_attn.in_proj_qkv")
-    mixed, window = causal_convolution(mixed, weights["linear_attn.conv1d.weight"], state.window if state else None)
+    projected = linear(normed, weights, "linear_attn.in_proj_qkv")
+    mixed, window = causal_convolution(projected, weights["linear_attn.conv1d.weight"], state.window if state else None)
     mixed = F.silu(mixed)
     query, key, value = mixed.split((shape.keys, shape.keys, shape.values), dim=-1)
     query = unit_length(query.reshape(batch, length, shape.key_heads, shape.key_dim))
@@ -49,9 +49,14 @@ def delta_net_output(
     beta = torch.sigmoid(linear(normed, weights, "linear_attn.in_proj_b")).float()
     step = F.softplus(linear(normed, weights, "linear_attn.in_proj_a").float() + weights["linear_attn.dt_bias"].float())
     log_decay = -weights["linear_attn.A_log"].float().exp() * step
-    rule = recurrent_delta_rule if length == 1 else chunked_delta_rule
-    states, memory = rule(query, key, value, log_decay, beta, state.memory if state else None)
+    before, memories = state.memory if state else None, []
+    if length == 1 or (state and state.trail is not None):
+        states, memory = recurrent_delta_rule(query, key, value, log_decay, beta, before, memories)
+    else:
+        states, memory = chunked_delta_rule(query, key, value, log_decay, beta, before)
     if state:
+        if state.trail is not None:
+            state.trail = list(zip(windows(projected, window, state.window), memories, strict=True))
         state.window, state.memory = window, memory
 
     gate = linear(normed, weights, "linear_attn.in_proj_z").view(states.shape)
@@ -77,13 +82,24 @@ def causal_convolution(
     return outputs, padded[:, padded.shape[1] - (width - 1) :].clone()
 
 
+def windows(inputs: torch.Tensor, last: torch.Tensor, before: torch.Tensor | None) -> list[torch.Tensor]:
+    """The window after each of inputs [batch, length, channels], of which `last` is the last; `before` is that before.
+
+    All are [batch, width - 1, channels]; without `before` it is zeros.
+    """
+    padded = torch.cat((torch.zeros_like(last) if before is None else before, inputs), dim=1)
+    return [padded[:, t + 1 : t + 1 + last.shape[1]] for t in range(inputs.shape[1])]
+
+
 def unit_length(states: torch.Tensor) -> torch.Tensor:
     """x / sqrt(sum(x^2) + 1e-6) over the last dimension, in fp32."""
     states = states.float()
     return states * torch.rsqrt(torch.linalg.vecdot(states, states) + UNIT_EPS).unsqueeze(-1)
 
 
-def recurrent_delta_rule(query, key, value, log_decay, beta, state=None) -> tuple[torch.Tensor, torch.Tensor]:
+def recurrent_delta_rule(
+    query, key, value, log_decay, beta, state=None, states: list[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, one position at a time.
 
     Args:
@@ -91,6 +107,7 @@ def recurrent_delta_rule(query, key, value, log_decay, beta, state=None) -> tupl
         value: fp32 [batch, length, heads, value_dim].
         log_decay, beta: fp32 [batch, length, heads]; log_decay <= 0.
         state: [batch, heads, key_dim, value_dim] from earlier positions, or None.
+        states: is given the state after each position, where a list is passed.
 
     Returns:
         outputs [batch, length, heads, value_dim] and the last state.
@@ -103,6 +120,8 @@ def recurrent_delta_rule(query, key, value, log_decay, beta, state=None) -> tupl
         change = beta[:, t, :, None] * (value[:, t] - known)
         state = state + key[:, t, :, :, None] * change[:, :, None, :]
         outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]) * query.shape[-1] ** -0.5)
+        if states is not None:
+            states.append(state)
     return torch.stack(outputs, dim=1), state
 
 

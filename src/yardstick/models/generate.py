@@ -14,35 +14,83 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.models.config import ModelConfig
 from yardstick.models.layers import run_block
-from yardstick.models.parts import norm, rotary_table
-from yardstick.models.prefill import head_rows, layers_ahead, pick_device
+from yardstick.models.parts import Rotary, Weights, linear, norm, rotary_table
+from yardstick.models.prefill import Load, head_rows, layers_ahead, load_layer, pick_device
 from yardstick.models.state import BatchState, LayerState, Slots
 from yardstick.sources.base import TensorSource
 
 
 class Model:
-    """All weights of a model in memory, dequantized to the compute type; the head is fp32, as logits are."""
+    """All weights of a model in memory, dequantized to the compute type; the head is fp32, as logits are.
 
-    def __init__(self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, vocabulary: int) -> None:
+    `load` reads a layer and `head` takes the place of the head's rows: the engine's keep packed matrices packed.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        vocabulary: int,
+        load: Load = load_layer,
+        head: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.config, self.dtype, self.device = config, dtype, pick_device()
-        self.layers = [weights for _, weights in layers_ahead(source, config, dtype, self.device)]
+        self.layers = [weights for _, weights in layers_ahead(source, config, dtype, self.device, load)]
         self.embedding = source.rows(config.embedding_name)[0 : config.vocab_size].to(self.device, dtype)
         self.gain = source.get(config.final_norm_name).to(self.device, dtype)
         # real rows alone: a checkpoint may pad its vocabulary, and no text may hold an id of the padding
-        self.head = head_rows(source, config)[0:vocabulary].to(self.device, torch.float32)
+        self.head = head or head_rows(source, config)[0:vocabulary].to(self.device, torch.float32)
 
-    def next_logits(self, ids: torch.Tensor, states: list[BatchState], slots: Slots, rotary) -> torch.Tensor:
-        """fp32 logits [slots, vocabulary] after one more id [slots, 1] of each text."""
-        logits = self.logits(ids, states, rotary)
-        slots.advance()
-        return logits
+    @classmethod
+    def of_parts(
+        cls,
+        config: ModelConfig,
+        layers: list[Weights],
+        embedding: torch.Tensor,
+        gain: torch.Tensor,
+        head: torch.Tensor | Callable[[torch.Tensor], torch.Tensor],
+    ) -> "Model":
+        """A model whose weights are in memory already."""
+        model = cls.__new__(cls)
+        model.config, model.dtype, model.device = config, embedding.dtype, embedding.device
+        model.layers, model.embedding, model.gain, model.head = layers, embedding, gain, head
+        return model
 
     def logits(self, ids: torch.Tensor, states: list, rotary) -> torch.Tensor:
         """fp32 logits [batch, vocabulary] after the last of ids [batch, length], which the states then have seen."""
+        return self.head_logits(norm(self._through_layers(ids, states, rotary)[:, -1], self.gain, self.config))
+
+    def hidden_states(self, ids: torch.Tensor, states: list[LayerState], rotary) -> torch.Tensor:
+        """Final-normed hidden states [batch, length, hidden] of ids [batch, length], which the states then hold."""
+        return norm(self._through_layers(ids, states, rotary), self.gain, self.config)
+
+    def head_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [..., vocabulary] of final-normed hidden states [..., hidden]."""
+        return linear(hidden.float(), {"lm_head.weight": self.head}, "lm_head")
+
+    def _through_layers(self, ids: torch.Tensor, states: list, rotary) -> torch.Tensor:
         hidden = self.embedding[ids.to(self.device)]
         for layer, (weights, state) in enumerate(zip(self.layers, states, strict=True)):
             hidden = run_block(hidden, weights, self.config, self.config.layer_kind(layer), rotary, state)
-        return norm(hidden[:, -1], self.gain, self.config).float() @ self.head.T
+        return hidden
+
+
+class EagerStep:
+    """One more id of each text of a batch."""
+
+    def __init__(self, model: Model, states: list[BatchState], slots: Slots, rotary: Rotary) -> None:
+        self.model, self.states, self.slots, self.rotary = model, states, slots, rotary
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [slots, vocabulary] after ids [slots, 1]; they hold until the next call."""
+        logits = self.model.logits(ids, self.states, self.rotary)
+        self.slots.advance()
+        return logits
+
+
+# what runs the steps of a batch
+Stepper = Callable[[Model, list[BatchState], Slots, Rotary], Callable[[torch.Tensor], torch.Tensor]]
 
 
 @dataclass
@@ -92,6 +140,7 @@ def generate(
     choose: Choose,
     ended: Ended,
     prefix: Sequence[int] = (),
+    stepper: Stepper = EagerStep,
 ) -> Iterator[tuple[Text, str]]:
     """Continue every text until it has ended; gives (text, reason) as they end.
 
@@ -102,6 +151,7 @@ def generate(
         choose: picks the next id.
         ended: called after each id that was added; `capacity` must not be reached before it gives a reason.
         prefix: ids that all prompts begin with, with more behind them; they go through the model once.
+        stepper: how a step is run; made when all states hold a text for the first time.
 
     Raises:
         NotFiniteError: the model's logits are not numbers.
@@ -112,7 +162,7 @@ def generate(
     states = [BatchState(batch) for _ in range(model.config.num_layers)]
     shared = read_prompt(model, prefix, [], capacity, rotary)[1] if prefix else []
     waiting, running = iter(texts), dict[int, Text]()
-    free = list(range(slots))
+    free, step = list(range(slots)), None
     while True:
         while free and (text := next(waiting, None)) is not None:
             logits, own_states = read_prompt(model, text.prompt, shared, capacity, rotary)
@@ -130,7 +180,8 @@ def generate(
         ids = torch.zeros(slots, 1, dtype=torch.int64)
         for slot, text in running.items():
             ids[slot] = text.written[-1]
-        logits = model.next_logits(ids, states, batch, rotary)
+        step = step or stepper(model, states, batch, rotary)
+        logits = step(ids)
         for slot, text in sorted(running.items()):
             add(text, logits[slot], choose)
             if reason := ended(text):

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from yardstick.models.attention import attention_stages
 from yardstick.models.config import ATTENTION, DELTA, ModelConfig
 from yardstick.models.delta_net import delta_net_stages
-from yardstick.models.parts import Rotary, Stages, Weights, linear, norm
+from yardstick.models.parts import Rotary, Stages, Weights, linear, linears, norm
 from yardstick.models.state import BatchState, LayerState
 
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 MIXERS = {ATTENTION: attention_stages, DELTA: delta_net_stages}
 
 
@@ -37,9 +38,10 @@ def block_stages(
     normed = norm(hidden, weights["input_layernorm.weight"], config)
     hidden = hidden + (yield from MIXERS[kind](normed, weights, config, rotary, state))
     normed = norm(hidden, weights["post_attention_layernorm.weight"], config)
-    yield ("mlp.gate_proj", "mlp.up_proj"), normed
-    gated = F.silu(linear(normed, weights, "mlp.gate_proj"), inplace=True).mul_(linear(normed, weights, "mlp.up_proj"))
-    del normed
+    yield GATE_UP, normed
+    gate, up = linears(normed, weights, GATE_UP)
+    gated = F.silu(gate, inplace=True).mul_(up)
+    del normed, gate, up
     yield ("mlp.down_proj",), gated
     if state:
         state.advance(length)

@@ -1,20 +1,34 @@
 """Pieces that all kinds of layers share: linear, norm, rotary embedding."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from yardstick.models.config import ModelConfig
 
-Weights = Mapping[str, torch.Tensor]
+# a matrix is a tensor, or what multiplies by one; those that the engine has joined have their names with `+` between
+Weights = Mapping[str, torch.Tensor | Callable]
 Rotary = tuple[torch.Tensor, torch.Tensor]
 Stages = Generator[tuple[tuple[str, ...], torch.Tensor], None, torch.Tensor]
 
 
 def linear(inputs: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
     """inputs @ W^T, plus the bias where the family has one."""
-    return F.linear(inputs, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    if isinstance(weight, torch.Tensor):
+        return F.linear(inputs, weight, bias)
+    return weight(inputs) if bias is None else weight(inputs) + bias
+
+
+def linears(inputs: torch.Tensor, weights: Weights, names: Sequence[str]) -> list[torch.Tensor]:
+    """`linear` for each of several names, in one product where the engine has joined them."""
+    joined = weights.get("+".join(names))
+    if joined is None:
+        return [linear(inputs, weights, name) for name in names]
+    biases = [weights.get(f"{name}.bias") for name in names]
+    outs = joined(inputs)
+    return [out if bias is None else out + bias for out, bias in zip(outs, biases, strict=True)]
 
 
 def normalize(hidden: torch.Tensor, eps: float) -> torch.Tensor:

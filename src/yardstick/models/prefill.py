@@ -12,7 +12,7 @@ import torch
 from yardstick.errors import YardstickError
 from yardstick.models.config import ModelConfig
 from yardstick.models.layers import decode_block, run_block
-from yardstick.models.parts import norm, rotary_table
+from yardstick.models.parts import Weights, norm, rotary_table
 from yardstick.sources.base import LazyRows, TensorSource
 
 EMBEDDING_ROWS = 4096
@@ -50,16 +50,20 @@ def load_layer(
     }
 
 
+# reads the tensors of a layer: `load_layer`, or the engine's, which keeps packed matrices packed
+Load = Callable[[TensorSource, ModelConfig, int, torch.dtype, torch.device], Weights]
+
+
 def layers_ahead(
-    source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device, load: Load = load_layer
+) -> Iterator[tuple[int, Weights]]:
     """(number, weights) of each layer in turn; the next one is read on a thread while the caller uses this one."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting = pool.submit(load_layer, source, config, 0, dtype, device)
+        waiting = pool.submit(load, source, config, 0, dtype, device)
         for layer in range(config.num_layers):
             weights = waiting.result()
             if layer + 1 < config.num_layers:
-                waiting = pool.submit(load_layer, source, config, layer + 1, dtype, device)
+                waiting = pool.submit(load, source, config, layer + 1, dtype, device)
             yield layer, weights
             del weights  # or three layers would be alive at once
 
@@ -93,18 +97,19 @@ def final_hidden_states(
     batch_chunks: int,
     on_tokens: Callable[[int], None] = lambda tokens: None,
     decode_from: int | None = None,
+    load: Load = load_layer,
 ) -> torch.Tensor:
     """Final-normed hidden states [chunks, length, hidden] of token ids [chunks, length], in `dtype`.
 
     `batch_chunks` chunks share a matrix product; it is part of a result's recipe, since the order of additions in a
     product may depend on it. `on_tokens` is told the tokens done, counted once per layer. With `decode_from` the
-    positions from there on go one at a time through the caches that generation uses.
+    positions from there on go one at a time through the caches that generation uses. `load` reads a layer.
     """
     device = pick_device()
     length = input_ids.shape[1]
     hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, length, device, dtype)
-    for layer, weights in layers_ahead(source, config, dtype, device):
+    for layer, weights in layers_ahead(source, config, dtype, device, load):
         for start in range(0, len(hidden), batch_chunks):
             batch = slice(start, start + batch_chunks)
             kind = config.layer_kind(layer)

@@ -12,7 +12,8 @@ from yardstick.errors import YardstickError
 class LayerState:
     """State of one layer for a batch of texts: keys and values, or the window and the memory of a delta net.
 
-    `length` counts the positions seen; room for keys and values is taken once, for `capacity` positions.
+    `length` counts the positions seen; room for keys and values is taken once, for `capacity` positions. With `trail`
+    set, a delta net also keeps what it was after each position of the last call, so that `rewind` can go back there.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -23,6 +24,8 @@ class LayerState:
             None  # inputs of the convolution before `length`: [batch, width - 1, channels]
         )
         self.memory: torch.Tensor | None = None  # of the delta rule: fp32 [batch, heads, key_dim, value_dim]
+        # (window, memory) after each position of the last call; None: not kept, as for a long prompt
+        self.trail: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def positions(self, length: int) -> torch.Tensor:
         """Positions of the next `length` ids."""
@@ -31,6 +34,22 @@ class LayerState:
     def advance(self, length: int) -> None:
         """Count the ids that the layer has been through."""
         self.length += length
+
+    def rewind(self, length: int) -> None:
+        """Forget all positions from `length` on; what is still in the room of the keys is written over.
+
+        Raises:
+            YardstickError: more positions are asked for than were seen, or a delta net did not keep its state there.
+        """
+        back = self.length - length
+        if not 0 <= back <= self.length:
+            raise YardstickError(f"a state of {self.length} positions cannot go back to {length}")
+        if back and self.memory is not None:
+            if back >= len(self.trail or ()):
+                raise YardstickError(f"a delta net kept no state to go back to position {length}")
+            self.window, self.memory = self.trail[-1 - back]
+        self.trail = None if self.trail is None else []
+        self.length = length
 
     @property
     def mask(self) -> None:
@@ -80,8 +99,9 @@ class Slots:
     def __init__(self, count: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self.count, self.capacity = count, capacity
         self._lengths = torch.zeros(count, dtype=torch.int64, device=device)
-        self._dtype, self._room = dtype, torch.arange(capacity, device=device)
+        self._room = torch.arange(capacity, device=device)
         self.rows = torch.arange(count, device=device)
+        self.mask = torch.zeros(count, 1, 1, capacity, dtype=dtype, device=device)
         self._mask()
 
     def place(self, slot: int, length: int) -> None:
@@ -97,7 +117,11 @@ class Slots:
 
     def advance(self) -> None:
         """Count one id for every slot; one that is full stays at its last position, its output is not used."""
-        self._lengths = (self._lengths + 1).clamp_max(self.capacity - 1)
+        self._lengths.add_(1).clamp_max_(self.capacity - 1)  # in place, like the mask: a CUDA graph keeps addresses
+        self._mask()
+
+    def refresh(self) -> None:
+        """Make the mask anew, after lengths were set from outside."""
         self._mask()
 
     @property
@@ -107,13 +131,13 @@ class Slots:
 
     def _mask(self) -> None:
         # added to the scores: 0 for positions up to the next id's own, minus infinity behind it
-        hidden = self._room > self._lengths[:, None]
-        self.mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
-        self.mask = self.mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+        self.mask.zero_().masked_fill_((self._room > self._lengths[:, None])[:, None, None], -torch.inf)
 
 
 class BatchState:
     """State of one layer for texts of different lengths that share `slots`."""
+
+    trail = None  # a batch never goes back
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots

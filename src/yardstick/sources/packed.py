@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from yardstick.engine.weight import PackedWeight
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
 from yardstick.quantize.pack import dequantize, group_count, unpack_nibbles
@@ -68,6 +69,12 @@ class PackedSource(TensorSource):
 
     def infos(self) -> dict[str, TensorInfo]:
         return self._infos
+
+    def packed(self, name: str) -> PackedWeight:
+        """A packed matrix as it is stored."""
+        stem, scheme = name.removesuffix(".weight"), self.schemes[name]
+        codes, scales, minima = (self.reader.tensor(stem + end) for end in (CODES, SCALES, MINIMA))
+        return PackedWeight(codes, scales, minima, scheme["shape"][1], scheme["group_size"])
 
     def read(self, name: str) -> torch.Tensor:
         return self._read_rows(name, 0, None)

@@ -1,0 +1,27 @@
+"""Time the decoding of a packed checkpoint in one mode; a process of its own, since it tells its peak memory."""
+
+from pathlib import Path
+
+from yardstick.cli.common import parser, run_step
+from yardstick.engine.bench import bench_decode
+from yardstick.evaluate.candidate import open_candidate
+from yardstick.files import write_json
+from yardstick.models.folder import load_tokenizer, open_original, vocabulary_size
+from yardstick.models.prefill import exact_arithmetic
+
+
+def main(arguments) -> None:
+    exact_arithmetic()
+    recipe, original = arguments.recipe, open_original(arguments.model)
+    source = open_candidate("packed", arguments.checkpoint, original)
+    vocabulary = vocabulary_size(load_tokenizer(original.folder))
+    settings = (recipe["mode"], recipe["dtype"], recipe["prompt"], recipe["steps"])
+    write_json(arguments.output, bench_decode(source, original, vocabulary, *settings))
+
+
+if __name__ == "__main__":
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
+    arguments.add_argument("--checkpoint", type=Path, required=True, help="index of the packed checkpoint")
+    arguments.add_argument("--output", type=Path, required=True, help="file to write")
+    run_step(main, arguments)

@@ -1,0 +1,1 @@
+"""The int4 runtime: packed weights multiplied as they are stored."""

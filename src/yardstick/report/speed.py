@@ -1,0 +1,129 @@
+"""The engine's speed as tables and a roofline plot, all of numbers of one run."""
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from yardstick.report.markdown import table
+from yardstick.report.plots import save
+
+DENSE, WITHIN = "dense", 1.05
+
+INTRODUCTION = """Every path multiplies the same packed weights (`engine/paths.py`); `dense` keeps them dequantized in
+the inputs' type. Weights are taken in turn from more copies than a cache holds. The share is of the bandwidth of a
+large copy in the same run; above 1 the weights came from a cache after all. The bold path is the dispatcher's.
+"""
+
+
+def speed_document(record: dict) -> str:
+    """speed.md of one model."""
+    lines = [
+        f"# Speed of the packed weights: {record['model']}, `{record['candidate']}`\n",
+        f"{record['device']}; a copy moves {record['bandwidth'] / 1e9:.1f} GB/s. Times depend on the machine.\n",
+        "## Products\n",
+        INTRODUCTION,
+    ]
+    for dtype in dict.fromkeys(product["dtype"] for product in record["products"]):
+        chosen = [product for product in record["products"] if product["dtype"] == dtype]
+        lines += [f"### Inputs of {dtype}\n", product_table(chosen, record["products"]) + "\n", dispatch_line(chosen)]
+    lines += ["## Decoding\n", decode_table(record) + "\n", decode_note(record)]
+    return "\n".join(lines)
+
+
+def product_table(products: list[dict], every: list[dict]) -> str:
+    """One row a shape, number of rows and path."""
+    rows = []
+    for product in products:
+        name = f"**{product['path']}**" if product["chosen"] else product["path"]
+        shape = f"{product['out_features']} x {product['in_features']}, g{product['group_size']}"
+        cells = [shape, str(product["rows"]), name, f"{product['microseconds']:.0f}", f"{product['nbytes'] / 1e6:.2f}"]
+        cells.append(f"{product['share']:.2f}")
+        for dtype in ("float32", "bfloat16"):
+            dense = find(every, product, path=DENSE, dtype=dtype)
+            cells.append("–" if dense is None else f"{dense['microseconds'] / product['microseconds']:.2f}")
+        rows.append(cells)
+    header = ["out x in", "rows", "path", "µs", "MB moved", "share of bandwidth"]
+    return table([*header, "times dense fp32", "times dense bf16"], rows, left=3)
+
+
+def find(products: list[dict], like: dict, **changes) -> dict | None:
+    """The product of the same shape and rows with another path or type."""
+    keys = ("name", "rows", "dtype", "path")
+    wanted = {key: like[key] for key in keys} | changes
+    return next((product for product in products if all(product[key] == wanted[key] for key in keys)), None)
+
+
+def dispatch_line(products: list[dict]) -> str:
+    """How far the dispatcher's choice is from the fastest path, where that is more than 5 %."""
+    late = []
+    for product in products:
+        if product["chosen"]:
+            same = [p for p in products if (p["name"], p["rows"]) == (product["name"], product["rows"])]
+            best = min(same, key=lambda p: p["microseconds"])
+            if product["microseconds"] > WITHIN * best["microseconds"]:
+                ratio = product["microseconds"] / best["microseconds"]
+                shape = f"{product['out_features']} x {product['in_features']}, {product['rows']} rows"
+                late.append(f"{shape}: {product['path']} takes {ratio:.2f} times as long as {best['path']}")
+    if not late:
+        return "The dispatcher's choice is within 5 % of the fastest path everywhere.\n"
+    return "The dispatcher's choice is not within 5 % of the fastest path at " + "; ".join(late) + ".\n"
+
+
+def decode_table(record: dict) -> str:
+    """One row a mode and type: what was reached, and what reading the weights alone allows."""
+    rows = []
+    for run in record["decode"]:
+        ceiling = record["bandwidth"] / run["matrix_bytes"]
+        reached = 1e3 / run["step_milliseconds"]
+        rows.append(
+            [
+                run["mode"],
+                run["dtype"],
+                f"{run['step_milliseconds']:.1f}",
+                f"{reached:.1f}",
+                f"{run['matrix_bytes'] / 1e6:.1f}",
+                f"{ceiling:.1f}",
+                f"{reached / ceiling:.2f}",
+                f"{1e3 * run['prompt'] / run['prompt_milliseconds']:.0f}",
+                f"{run['peak_memory'] / 1e9:.2f}",
+            ]
+        )
+    header = ["weights", "dtype", "ms a step", "tokens/s", "MB a token", "ceiling, tokens/s", "share reached"]
+    return table([*header, "prompt, tokens/s", "peak memory, GB"], rows, left=2)
+
+
+def decode_note(record: dict) -> str:
+    prompts = sorted({run["prompt"] for run in record["decode"]})
+    steps = sorted({run["steps"] for run in record["decode"]})
+    return (
+        f"One text, greedy, after a prompt of {', '.join(map(str, prompts))} ids; the median of "
+        f"{', '.join(map(str, steps))} steps. The ceiling is the copy's bandwidth over the bytes of the matrices that "
+        "a token reads: as stored for packed weights, in the compute type (the head in fp32) for dense ones. Peak "
+        "memory is that of the process on a CPU.\n"
+    )
+
+
+def plot_roofline(record: dict, path: Path) -> None:
+    """Operations a second against operations a byte, each product of the dispatcher and of dense weights a point, under
+    the line that the copy's bandwidth draws."""
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    styles = {True: ("o", "C0", "dispatcher"), False: ("x", "C1", "dense weights")}
+    intensities = []
+    for chosen, (marker, colour, label) in styles.items():
+        points = [p for p in record["products"] if p["chosen"] == chosen and (chosen or p["path"] == DENSE)]
+        operations = [2 * p["rows"] * p["out_features"] * p["in_features"] for p in points]
+        x = [count / p["nbytes"] for count, p in zip(operations, points, strict=True)]
+        y = [count / p["microseconds"] * 1e-3 for count, p in zip(operations, points, strict=True)]
+        axes.scatter(x, y, marker=marker, color=colour, label=label, alpha=0.7)
+        intensities += x
+    if intensities:
+        ends = [min(intensities), max(intensities)]
+        axes.plot(ends, [record["bandwidth"] * end * 1e-9 for end in ends], color="0.4", label="bandwidth of a copy")
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte moved", ylabel="10^9 operations a second")
+    axes.set_title(f"{record['model']}: products with packed weights")
+    axes.legend()
+    save(figure, path)
