@@ -133,3 +133,25 @@ def test_wrong_tasks_are_one_line_each(tree, server):
         result = tree.run(target)
         assert result.returncode == 1 and message in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert "yardstick: " in result.stderr or "MissingInputException" not in result.stderr
+
+
+def test_speed_is_measured_and_told(tree):
+    tree.config["engine"] = {"rows": [1], "dtypes": ["float32"], "prompt": 5, "steps": 3}
+    tree.write_config()
+    folder = "results/engine/tiny"
+    tree.must_run(f"{folder}/speed.md")
+    record, text = read(tree, f"{folder}/speed.json"), (tree.folder / folder / "speed.md").read_text()
+    assert record["candidate"] == "gptq-g32" and record["bandwidth"] > 0
+    paths = {product["path"] for product in record["products"]}
+    assert {"dequantize", "dense", "torch-int4"} <= paths
+    # hidden 96 (3 query heads of 32 on 1 key head, q, k and v joined), gate and up of 160 joined, and the head
+    shapes = {(product["out_features"], product["in_features"]) for product in record["products"]}
+    assert shapes == {(160, 96), (96, 96), (320, 96), (96, 160), (512, 96)}
+    assert [(run["mode"], run["dtype"]) for run in record["decode"]] == [("packed", "float32"), ("dense", "float32")]
+    assert "![Roofline](roofline.png)" in text and (tree.folder / folder / "roofline.png").is_file()
+    # of the packed weights a step reads 5 bits each: int4 in groups of 32
+    packed, dense = (run["matrix_bytes"] for run in record["decode"])
+    assert dense / packed == pytest.approx(32 / 5, rel=0.01)
+    for target, said in (("other/speed.md", "no model other"), ("tiny/fast.md", "no such file is made there")):
+        found = tree.run(f"results/engine/{target}")
+        assert found.returncode == 1 and said in found.stderr

@@ -10,7 +10,7 @@ import torch
 
 from yardstick.engine.choose import choose
 from yardstick.engine.measure import LONG_SECONDS, copies_beyond_cache, peak_memory, seconds_each, synchronize
-from yardstick.engine.model import load_layer, open_head
+from yardstick.engine.model import engine_shapes, load_layer, open_head
 from yardstick.engine.paths import PATHS, open_path
 from yardstick.engine.synthetic import random_weight
 from yardstick.engine.weight import PackedWeight
@@ -44,13 +44,9 @@ class Product:
 
 
 def model_shapes(source: PackedSource, config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """Packed matrices of different shapes: (out, in, group size) by the name of the first such matrix."""
-    shapes: dict[tuple[int, int, int], str] = {}
-    for name in [*config.body_matrices(), head_name(source, config)]:
-        if name in source.schemes:
-            scheme = source.schemes[name]
-            shapes.setdefault((*scheme["shape"], scheme["group_size"]), name)
-    return {name: shape for shape, name in shapes.items()}
+    """Shapes (out, in, group size) of the engine's products for a packed checkpoint."""
+    size = next(iter(source.schemes.values()))["group_size"]
+    return {name: (*shape, size) for name, shape in engine_shapes(config).items()}
 
 
 def bench_products(

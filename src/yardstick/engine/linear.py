@@ -32,6 +32,7 @@ class QuantLinear(torch.nn.Module):
         self.weight, self.bias = weight, bias
         self.in_features, self.out_features = weight.in_features, weight.out_features
         self._asked, self._entries = path, entries
+        self._chosen: dict[tuple[int, torch.dtype], Path] = {}
         self._opened: dict[tuple, Path] = {}
 
     def choice(self, rows: int, dtype: torch.dtype) -> Choice:
@@ -49,17 +50,24 @@ class QuantLinear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out], in the inputs' type."""
         flat = inputs.reshape(-1, self.in_features)
-        chosen = self.choice(len(flat), inputs.dtype)
-        key = (chosen.path, inputs.dtype, *sorted(chosen.tile.items()))
-        if key not in self._opened:
-            self._opened[key] = open_path(chosen.path, self.weight, inputs.dtype, chosen.tile)
-        out = self._opened[key](flat).view(*inputs.shape[:-1], self.out_features)
+        asked = (len(flat), inputs.dtype)
+        if asked not in self._chosen:  # looked up once: a step of decoding takes as long as some lookups
+            self._chosen[asked] = self._open(*asked)
+        out = self._chosen[asked](flat).view(*inputs.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
+
+    def _open(self, rows: int, dtype: torch.dtype) -> Path:
+        """The path for this many rows; those that several numbers of rows share are made once."""
+        chosen = self.choice(rows, dtype)
+        key = (chosen.path, dtype, *sorted(chosen.tile.items()))
+        if key not in self._opened:
+            self._opened[key] = open_path(chosen.path, self.weight, dtype, chosen.tile)
+        return self._opened[key]
 
     def _apply(self, move: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantLinear":
         # a module's .to(dtype) would round codes' scales; only the device is followed
         device = move(torch.empty(0, device=self.weight.codes.device)).device
-        self.weight, self._opened = self.weight.to(device), {}
+        self.weight, self._chosen, self._opened = self.weight.to(device), {}, {}
         self.bias = None if self.bias is None else move(self.bias)
         return self
 
