@@ -21,9 +21,9 @@ import torch
 from yardstick.engine.bench import decode_times
 from yardstick.engine.choose import device_name
 from yardstick.engine.graphs import GraphStep
-from yardstick.engine.measure import copies_beyond_cache, copy_bandwidth
+from yardstick.engine.measure import copy_bandwidth
 from yardstick.engine.model import engine_shapes
-from yardstick.engine.synthetic import random_model, random_weight
+from yardstick.engine.synthetic import random_model, random_weight, random_weights
 from yardstick.engine.tune import sweep
 from yardstick.errors import YardstickError
 from yardstick.files import write_json
@@ -70,11 +70,9 @@ def tune(shapes: dict, device: torch.device, bandwidth: float, deadline: float) 
         for out_features, in_features in shapes.values():
             if time.monotonic() > deadline:
                 return best, every
-            first = random_weight(out_features, in_features, GROUP, device)
-            count = copies_beyond_cache(first.nbytes, device)
-            weights = [first] + [random_weight(out_features, in_features, GROUP, device) for _ in range(count - 1)]
+            weights = random_weights(out_features, in_features, GROUP, device)
             entries = sweep(weights, torch.randn(rows, in_features, device=device).bfloat16())
-            nbytes = first.nbytes + 2 * rows * (in_features + out_features)
+            nbytes = weights[0].nbytes + 2 * rows * (in_features + out_features)
             best.append(asdict(entries[0]))
             every += [asdict(entry) | {"share": nbytes / entry.microseconds * 1e6 / bandwidth} for entry in entries]
     return best, every

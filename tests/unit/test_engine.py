@@ -173,7 +173,7 @@ def test_a_transformers_model_is_changed_in_place(checkpoint):
             layer.weight = torch.nn.Parameter(source.get(full))  # a tied head takes leave of the embedding
     loaded, made = fresh(), fresh()
     names = load_packed(loaded, source)
-    assert "lm_head" in names and len(names) == len([n for n in source.schemes])
+    assert "lm_head" in names and len(names) == len(source.schemes)
     assert (loaded(ids).logits - expected(ids).logits).abs().max() < 1e-4
     made_names = quantize_model(made, recipe, skip="in_proj_[ab]$")
     assert made_names == names

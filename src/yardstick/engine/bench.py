@@ -4,15 +4,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from yardstick.engine.choose import choose
-from yardstick.engine.measure import LONG_SECONDS, copies_beyond_cache, peak_memory, seconds_each, synchronize
+from yardstick.engine.measure import peak_memory, synchronize
 from yardstick.engine.model import engine_shapes, load_layer, open_head
-from yardstick.engine.paths import PATHS, open_path
-from yardstick.engine.synthetic import random_weight
+from yardstick.engine.paths import PATHS
+from yardstick.engine.synthetic import random_weights
+from yardstick.engine.tune import path_seconds
 from yardstick.engine.weight import PackedWeight
 from yardstick.evaluate.bits import matrix_bytes
 from yardstick.models.config import ModelConfig
@@ -55,9 +55,7 @@ def bench_products(
     """Every path that this device has, for every shape, number of rows and type of inputs."""
     device = pick_device()
     for name, shape in shapes.items():
-        first = random_weight(*shape, device)
-        count = copies_beyond_cache(first.nbytes, device)
-        weights = [first] + [random_weight(*shape, device) for _ in range(count - 1)]
+        weights = random_weights(*shape, device)
         for kind in dtypes:
             for number in rows:
                 x = torch.randn(number, shape[1], device=device).to(DTYPES[kind])
@@ -72,13 +70,8 @@ def bench_paths(name: str, weights: list[PackedWeight], x: torch.Tensor, bandwid
         if len(x) not in cls.rows or cls.refusal(first, device):
             continue
         tile = chosen.tile if path == chosen.path else {}
-        opened = [open_path(path, first, x.dtype, tile)]
-        alone = seconds_each([partial(opened[0], x)], device)
-        # of a slow path a few copies take longer than a cache could hide
-        copies = min(copies_beyond_cache(opened[0].nbytes, device), max(1, int(LONG_SECONDS / alone)))
-        opened += [open_path(path, weight, x.dtype, tile) for weight in weights[1:copies]]
-        seconds = seconds_each([partial(call, x) for call in opened], device)
-        nbytes = opened[0].nbytes + x.nbytes + len(x) * first.out_features * x.element_size()
+        seconds, read = path_seconds(path, weights, x, tile)
+        nbytes = read + x.nbytes + len(x) * first.out_features * x.element_size()
         yield Product(
             name=name,
             out_features=first.out_features,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from yardstick.engine.linear import QuantLinear
+from yardstick.engine.measure import copies_beyond_cache
 from yardstick.engine.model import JOINED, JoinedLinear
 from yardstick.engine.weight import PackedWeight
 from yardstick.models.config import ModelConfig
@@ -20,6 +21,13 @@ def random_weight(out_features: int, in_features: int, group_size: int, device: 
     step = in_features**-0.5 / 4.6  # 4.6 is the standard deviation of codes from 0 to 15
     scales = (step * (0.5 + torch.rand(out_features, groups, device=device))).bfloat16()
     return PackedWeight(codes, scales, (-7.5 * scales.float()).bfloat16(), in_features, group_size)
+
+
+def random_weights(out_features: int, in_features: int, group_size: int, device: torch.device) -> list[PackedWeight]:
+    """As many random matrices of one shape as no cache holds."""
+    first = random_weight(out_features, in_features, group_size, device)
+    others = range(copies_beyond_cache(first.nbytes, device) - 1)
+    return [first, *(random_weight(out_features, in_features, group_size, device) for _ in others)]
 
 
 def random_model(config: ModelConfig, layers: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Model:

@@ -40,6 +40,18 @@ def tiles(path: str, rows: int) -> Iterator[dict[str, int]]:
             yield tile
 
 
+def path_seconds(
+    name: str, weights: Sequence[PackedWeight], x: torch.Tensor, tile: dict[str, int]
+) -> tuple[float, int]:
+    """Seconds of one product by a path, over weights of one shape in turn, and the bytes of weights that it reads."""
+    opened = [open_path(name, weights[0], x.dtype, tile)]
+    alone = seconds_each([partial(opened[0], x)], x.device)
+    # of a slow path a few copies take longer than a cache could hide
+    copies = min(copies_beyond_cache(opened[0].nbytes, x.device), max(1, int(LONG_SECONDS / alone)))
+    opened += [open_path(name, weight, x.dtype, tile) for weight in weights[1:copies]]
+    return seconds_each([partial(call, x) for call in opened], x.device), opened[0].nbytes
+
+
 def sweep(weights: Sequence[PackedWeight], x: torch.Tensor, paths: Sequence[str] | None = None) -> list[Entry]:
     """Entries of all paths and tiles that work, the fastest first.
 
@@ -54,11 +66,7 @@ def sweep(weights: Sequence[PackedWeight], x: torch.Tensor, paths: Sequence[str]
             continue
         for tile in tiles(name, len(x)):
             try:
-                opened = [open_path(name, first, x.dtype, tile)]
-                alone = seconds_each([partial(opened[0], x)], x.device)
-                copies = min(copies_beyond_cache(opened[0].nbytes, x.device), max(1, int(LONG_SECONDS / alone)))
-                opened += [open_path(name, weight, x.dtype, tile) for weight in weights[1:copies]]
-                seconds = seconds_each([partial(call, x) for call in opened], x.device)
+                seconds, _ = path_seconds(name, weights, x, tile)
             except RuntimeError:  # what Triton raises for a tile that the device has no room for
                 continue
             shape = (first.out_features, first.in_features, first.group_size)

@@ -102,7 +102,7 @@ class Slots:
         self._room = torch.arange(capacity, device=device)
         self.rows = torch.arange(count, device=device)
         self.mask = torch.zeros(count, 1, 1, capacity, dtype=dtype, device=device)
-        self._mask()
+        self.refresh()
 
     def place(self, slot: int, length: int) -> None:
         """Let a text of some length take a slot.
@@ -113,23 +113,20 @@ class Slots:
         if length >= self.capacity:
             raise YardstickError(f"the cache has room for {self.capacity} positions, {length + 1} are asked for")
         self._lengths[slot] = length
-        self._mask()
+        self.refresh()
 
     def advance(self) -> None:
         """Count one id for every slot; one that is full stays at its last position, its output is not used."""
         self._lengths.add_(1).clamp_max_(self.capacity - 1)  # in place, like the mask: a CUDA graph keeps addresses
-        self._mask()
-
-    def refresh(self) -> None:
-        """Make the mask anew, after lengths were set from outside."""
-        self._mask()
+        self.refresh()
 
     @property
     def lengths(self) -> torch.Tensor:
         """Length of each text, which is the position of its next id."""
         return self._lengths
 
-    def _mask(self) -> None:
+    def refresh(self) -> None:
+        """Make the mask anew, after lengths have changed."""
         # added to the scores: 0 for positions up to the next id's own, minus infinity behind it
         self.mask.zero_().masked_fill_((self._room > self._lengths[:, None])[:, None, None], -torch.inf)
 

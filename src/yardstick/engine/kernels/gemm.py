@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from yardstick.engine.kernels.pieces import code_product, sum_of_splits
 from yardstick.engine.weight import PackedWeight
 
 
@@ -51,19 +52,13 @@ def gemm_kernel(
         pairs = tl.load(
             code_start + place[None, :], mask=row_there[:, None] & (place < row_bytes)[None, :], other=0
         ).to(tl.int32)
-        low, high = pairs & 15, pairs >> 4
-        if SYMMETRIC:
-            low, high = (low ^ 8) - 8, (high ^ 8) - 8
-        if WIDEN:  # the interpreter multiplies bf16 as if they were integers
-            even, odd = even.to(tl.float32), odd.to(tl.float32)
-        product = tl.dot(even, tl.trans(low.to(even.dtype)), input_precision="ieee")
-        product = tl.dot(odd, tl.trans(high.to(odd.dtype)), acc=product, input_precision="ieee")
+        product, total = code_product(even, odd, pairs, WIDEN, SYMMETRIC)
         where = rows.to(tl.int64) * groups + group
         scale = tl.load(scales_pointer + where, mask=row_there, other=0.0).to(tl.float32)
         sums += product * scale[None, :]
         if not SYMMETRIC:
             minimum = tl.load(minima_pointer + where, mask=row_there, other=0.0).to(tl.float32)
-            sums += tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=1)[:, None] * minimum[None, :]
+            sums += total[:, None] * minimum[None, :]
     place = (split * batch + texts).to(tl.int64)[:, None] * out_features + rows[None, :]
     tl.store(out_pointer + place, sums, mask=text_there[:, None] & row_there[None, :])
 
@@ -105,4 +100,4 @@ def gemm(
         num_warps=warps,
         num_stages=stages,
     )
-    return parts[0] if splits == 1 else parts.sum(dim=0)
+    return sum_of_splits(parts)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from yardstick.engine.kernels.pieces import nibbles, sum_of_splits
 from yardstick.engine.weight import PackedWeight
 
 
@@ -55,9 +56,7 @@ def gemv_kernel(
             mask=row_there[:, None, None] & there[None, :, :],
             other=0,
         ).to(tl.int32)
-        low, high = pairs & 15, pairs >> 4
-        if SYMMETRIC:
-            low, high = (low ^ 8) - 8, (high ^ 8) - 8
+        low, high = nibbles(pairs, SYMMETRIC)
         product = low.to(tl.float32) * even[None, :, :] + high.to(tl.float32) * odd[None, :, :]
         both = row_there[:, None] & group_there[None, :]
         where = rows.to(tl.int64)[:, None] * groups + group[None, :]
@@ -104,4 +103,4 @@ def gemv(
         SYMMETRIC=weight.minima is None,
         num_warps=warps,
     )
-    return parts if splits == 1 else parts.sum(dim=0, keepdim=True)
+    return sum_of_splits(parts)[None]

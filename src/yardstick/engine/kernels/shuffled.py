@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from yardstick.engine.kernels.pieces import code_product, sum_of_splits
 from yardstick.engine.weight import PackedWeight
 from yardstick.errors import YardstickError
 from yardstick.quantize.pack import group_count, pack_nibbles, unpack_nibbles
@@ -117,18 +118,12 @@ def shuffled_kernel(
         far = near + GROUP // 2
         x_near = tl.load(x_start + near[None, :], mask=text_there[:, None] & (near < in_features)[None, :], other=0.0)
         x_far = tl.load(x_start + far[None, :], mask=text_there[:, None] & (far < in_features)[None, :], other=0.0)
-        low, high = pairs & 15, pairs >> 4
-        if SYMMETRIC:
-            low, high = (low ^ 8) - 8, (high ^ 8) - 8
-        if WIDEN:  # the interpreter multiplies bf16 as if they were integers
-            x_near, x_far = x_near.to(tl.float32), x_far.to(tl.float32)
-        product = tl.dot(x_near, tl.trans(low.to(x_near.dtype)), input_precision="ieee")
-        product = tl.dot(x_far, tl.trans(high.to(x_far.dtype)), acc=product, input_precision="ieee")
+        product, total = code_product(x_near, x_far, pairs, WIDEN, SYMMETRIC)
         scale = tl.load(scales_pointer + block * ROWS + row).to(tl.float32)
         sums += product * scale[None, :]
         if not SYMMETRIC:
             minimum = tl.load(minima_pointer + block * ROWS + row).to(tl.float32)
-            sums += tl.sum(x_near.to(tl.float32) + x_far.to(tl.float32), axis=1)[:, None] * minimum[None, :]
+            sums += total[:, None] * minimum[None, :]
     rows = tile * ROWS + row
     place = (split * batch + texts).to(tl.int64)[:, None] * out_features + rows[None, :]
     tl.store(out_pointer + place, sums, mask=text_there[:, None] & (rows < out_features)[None, :])
@@ -164,4 +159,4 @@ def shuffled_gemm(
         num_warps=warps,
         num_stages=stages,
     )
-    return parts[0] if splits == 1 else parts.sum(dim=0)
+    return sum_of_splits(parts)
