@@ -1,19 +1,21 @@
 # make table: from nothing to results/quality/table.md.   make test: everything that must hold.
 # make record: all that the config asks for beside fidelity, and quantization.md.
-# Both make their own environment in .venv first, from pinned versions.
+# CONFIG=file.yaml takes another config. All make their own environment in .venv first, from pinned versions.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES ?= $(shell getconf _NPROCESSORS_ONLN)
+CONFIG ?= config/config.yaml
+SNAKEMAKE := $(BIN)/snakemake -j$(CORES) --configfile=$(CONFIG)
 
 .PHONY: table record test bench pin docs clean
 
 table: $(VENV)/.installed
-	$(BIN)/snakemake -j$(CORES) results/quality/table.md
+	$(SNAKEMAKE) results/quality/table.md
 
 record: $(VENV)/.installed
-	$(BIN)/snakemake -j$(CORES) results/quality/table.md results/quality/quantization.md
+	$(SNAKEMAKE) results/quality/table.md results/quality/quantization.md
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

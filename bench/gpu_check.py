@@ -3,7 +3,7 @@
 Every kernel is held against its twin on fresh random inputs at the shapes of a model (the 27B one by default), tiles
 are swept, products timed against the bandwidth of a copy, and decoding is measured on a model of that shape with random
 weights and as many layers as the time allows. The JSON is written after each part: what was reached by then is kept.
-Its `tuned` is what goes into src/yardstick/engine/tuned.json under the card's name.
+Its `tuned` is what goes into src/yardstick/engine/tuned.py under the card's name.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from yardstick.engine.choose import device_name
 from yardstick.engine.graphs import GraphStep
 from yardstick.engine.measure import copy_bandwidth
 from yardstick.engine.model import engine_shapes
-from yardstick.engine.synthetic import random_model, random_weight, random_weights
+from yardstick.engine.synthetic import random_ids, random_model, random_weight, random_weights
 from yardstick.engine.tune import sweep
 from yardstick.errors import YardstickError
 from yardstick.files import write_json
@@ -88,7 +88,7 @@ def decode(config, device: torch.device, bandwidth: float, deadline: float) -> l
         ]
         nbytes = sum(getattr(module, "linear", module).weight.nbytes for module in [*packed, model.head])
         for kind, stepper in (("eager", EagerStep), ("graph", GraphStep)):
-            times = decode_times(model, config.vocab_size, 256, 32, stepper)
+            times = decode_times(model, random_ids(config.vocab_size, 256), 32, stepper)
             reached = nbytes / times["step_milliseconds"] * 1e3 / bandwidth
             found.append({"layers": layers, "kind": kind, "matrix_bytes": nbytes, "share": reached} | times)
         layers *= 2

@@ -189,6 +189,8 @@ class Experiment:
         recipe |= {"backend": task["backend"], "dtype": dtype, "batch": batch, "source": "hf"}
         if name in self.variants or name in self.rivals:
             recipe["source"] = self.evaluation_recipe(name)["source"]
+        if (recipe["source"], task["backend"], task["weights"]) == ("packed", "yardstick", "packed"):
+            recipe["weights"] = "packed"
         changes = {
             "noise-repeat": {"reverse": True, "batch": max(1, batch // 2)},
             "noise-arithmetic": {"dtype": OTHER_DTYPE[dtype]},
@@ -215,15 +217,15 @@ class Experiment:
         return {"kind": candidate}
 
     def evaluation_recipe(self, candidate: str) -> dict:
-        """How the candidate is measured: source kind, forward, arithmetic, batch."""
-        candidate, settings = self.whole(candidate), self.config["evaluation"]
+        """How the candidate is measured: source kind, forward, arithmetic, batch, and weights that stay packed."""
+        settings, is_part, candidate = self.config["evaluation"], candidate in self.parts, self.whole(candidate)
         recipe = {"batch_chunks": settings["batch_chunks"], "dtype": settings["dtype"], "forward": "yardstick"}
-        if candidate in self.variants:
-            return recipe | {"source": "packed"}
-        if candidate in self.rivals:
-            rival = self.rivals[candidate]
-            kind = "bf16dir" if self.decoder(candidate) else rival.get("format", rival["kind"])
-            return recipe | {"source": kind}
+        if candidate in self.variants or candidate in self.rivals:
+            rival = self.rivals.get(candidate, {"kind": "packed"})
+            recipe["source"] = "bf16dir" if self.decoder(candidate) else rival.get("format", rival["kind"])
+            if (recipe["source"], settings["weights"], is_part) == ("packed", "packed", False):
+                recipe["weights"] = "packed"
+            return recipe
         recipe["source"] = "hf"
         if candidate == "noise-hf":
             return recipe | {"forward": "transformers"}

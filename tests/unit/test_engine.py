@@ -10,7 +10,7 @@ from tests.tiny import write_tiny_model
 from tests.unit.test_kernels import packed
 from yardstick.engine.choose import Entry, choose
 from yardstick.engine.linear import QuantLinear, explain
-from yardstick.engine.model import load_layer, load_packed, open_head, quantize_model
+from yardstick.engine.model import load_layer, load_packed, open_model, quantize_model
 from yardstick.engine.paths import PATHS, open_path
 from yardstick.errors import YardstickError
 from yardstick.models.folder import open_folder
@@ -153,7 +153,8 @@ def test_generation_with_packed_matrices_writes_the_same(checkpoint):
         ]
 
     plain = Model(source, config, torch.float32, 500)
-    engine = Model(source, config, torch.float32, 500, load_layer, open_head(source, config, 500))
+    engine = open_model(source, config, torch.float32, 500)
+    assert isinstance(engine.head, QuantLinear) and engine.head.out_features == 500
     assert written(engine) == written(plain)
 
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from yardstick.cli.targets import check_targets
+from yardstick.engine import PACKED_MODEL
 from yardstick.errors import YardstickError
 from yardstick.experiment import load_experiment
 from yardstick.provenance import code_digest, stage_files
@@ -138,6 +139,11 @@ def test_a_stage_is_made_of_its_own_modules():
     assert {"divergence.py", "layers.py", "prefill.py", "packed.py"} <= evaluation
     assert not {"gguf.py", "gptq.py", "statistics.py", "hugging_face.py"} & evaluation
     assert "divergence.py" not in names("yardstick.cli.summarize")
+    kernels = {"gemv.py", "gemm.py", "shuffled.py", "tuned.py"}
+    assert not kernels & evaluation
+    for step in ("evaluate", "answer_problems"):
+        assert kernels <= names(f"yardstick.cli.{step}", PACKED_MODEL)
+    assert kernels <= names("yardstick.cli.bench_products") & names("yardstick.cli.bench_decode")
 
 
 def test_code_digest_depends_on_the_modules():
@@ -296,6 +302,20 @@ def test_parts_are_measured_like_what_they_change_and_are_no_rows_of_the_table()
     ):
         with pytest.raises(YardstickError, match=named):
             check_targets([target], experiment)
+
+
+def test_only_our_own_variants_have_weights_that_stay_packed():
+    config = with_parts({"p": {"candidate": "rtn-g32", "keep_bf16": "v"}}, None)
+    plain = load_experiment(config)
+    assert "weights" not in plain.evaluation_recipe("rtn-g32")  # a ruler does not follow what a device is fast at
+    assert plain.answering_recipe("gptq-g128-mse")["weights"] == "packed"
+    assert not any("weights" in plain.answering_recipe(name) for name in ("original", "gguf-q8_0", "noise-repeat"))
+    config["evaluation"]["weights"], config["gsm8k"]["weights"] = "packed", "dense"
+    packed = load_experiment(config)
+    assert packed.evaluation_recipe("rtn-g32") == plain.evaluation_recipe("rtn-g32") | {"weights": "packed"}
+    assert packed.evaluation_recipe("p") == plain.evaluation_recipe("p")
+    assert packed.evaluation_recipe("gguf-q4_0") == plain.evaluation_recipe("gguf-q4_0")
+    assert "weights" not in packed.answering_recipe("gptq-g128-mse")
 
 
 def test_an_attribution_of_nothing_that_is_measured_is_refused():

@@ -9,18 +9,27 @@ import torch
 
 from tests.tiny import write_tiny_model
 from yardstick.engine import measure
-from yardstick.engine.bench import bench_paths, decode_times
+from yardstick.engine.bench import bench_paths, decode_times, drafts, speculation_times
 from yardstick.engine.choose import choose
 from yardstick.engine.measure import copies_beyond_cache, copy_bandwidth, seconds_each
 from yardstick.engine.model import engine_shapes
 from yardstick.engine.paths import PATHS
-from yardstick.engine.synthetic import random_model, random_weight
+from yardstick.engine.synthetic import random_ids, random_model, random_weight
 from yardstick.engine.tune import sweep, tiles
 from yardstick.models.config import read_config
+from yardstick.models.folder import open_folder
+from yardstick.models.generate import Model
 from yardstick.models.parts import rotary_table
 from yardstick.models.prefill import pick_device
 from yardstick.models.state import LayerState
-from yardstick.report.speed import decode_table, dispatch_line, plot_roofline, product_table, speed_document
+from yardstick.report.speed import (
+    decode_table,
+    dispatch_line,
+    plot_roofline,
+    product_table,
+    speculation_table,
+    speed_document,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,16 +107,22 @@ def test_the_tables_show_ratios_of_one_run():
     assert lines[3] == "| 576 x 192, g128 | 1 | **torch-int4** | 100 | 0.06 | 0.50 | 4.00 | 2.00 |"
     run = {"mode": "packed", "dtype": "float32", "prompt": 256, "steps": 32, "prompt_milliseconds": 512.0}
     run |= {"step_milliseconds": 20.0, "matrix_bytes": 50_000_000, "peak_memory": 1_500_000_000}
+    run |= {"written": [7] * 33, "speculation": []}
     record = {"bandwidth": 10e9, "decode": [run]}
     # 10 GB/s over 50 MB are 200 tokens a second, of which 50 are reached
     assert decode_table(record).splitlines()[2] == (
         "| packed | float32 | 20.0 | 50.0 | 50.0 | 200.0 | 0.25 | 500 | 1.50 |"
     )
+    drafted = {"draft": "prompt lookup", "most": 7, "milliseconds": 8.0, "forwards": 10, "drafted": 60, "accepted": 22}
+    run["speculation"].append(drafted | {"same": 31})
+    assert speculation_table(record).splitlines()[2] == (
+        "| packed | float32 | prompt lookup, up to 7 | 8.0 | 2.50 | 10 | 22 of 60 | 31 of 33 |"
+    )
 
 
 def test_the_document_has_all_of_it(tmp_path):
     run = {"mode": "packed", "dtype": "float32", "prompt": 256, "steps": 32, "prompt_milliseconds": 512.0}
-    run |= {"step_milliseconds": 20.0, "matrix_bytes": 50_000_000, "peak_memory": 1_500_000_000}
+    run |= {"step_milliseconds": 20.0, "matrix_bytes": 50_000_000, "peak_memory": 1_500_000_000, "speculation": []}
     products = [product("dense", 400.0, chosen=True), product("torch-int4", 500.0)]
     record = {"model": "m", "candidate": "rtn-g128", "device": "a card", "bandwidth": 10e9, "products": products}
     text = speed_document(record | {"decode": [run]})
@@ -137,7 +152,8 @@ def test_a_model_of_random_weights_decodes(tmp_path):
     """The shapes are those of the config, and what it writes is what dequantized weights write."""
     config = read_config(write_tiny_model(tmp_path / "m", "qwen3_5", tied=False, layers=4) / "config.json")
     model = random_model(config, 4, 32, torch.float32, pick_device())
-    times = decode_times(model, 200, 6, 4)
+    times = decode_times(model, random_ids(200, 6), 4)
+    assert len(times["written"]) == 5
     assert times["step_milliseconds"] > 0 and times["prompt_milliseconds"] > 0
     shapes = engine_shapes(config)
     joined = "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj"
@@ -156,3 +172,19 @@ def test_the_check_of_a_card_runs_up_to_the_card():
     found = subprocess.run([sys.executable, "bench/gpu_check.py"], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 1 and found.stdout == ""
     assert found.stderr == "yardstick: 7 shapes are ready to be checked, but there is no CUDA device here\n"
+
+
+def test_drafting_is_timed_against_the_same_text(tmp_path):
+    folder = write_tiny_model(tmp_path / "m", "llama", tied=True, layers=2)
+    original = open_folder(folder)
+    with torch.no_grad():
+        model = Model(original.source, original.config, torch.float32, 512)
+        ids = random_ids(512, 9)
+        plain = decode_times(model, ids, 12)
+        assert set(drafts(original, model, 40)) == {"prompt lookup"}
+        right = lambda: lambda known, hidden, most: plain["written"][len(known) - 9 :][:most]  # noqa: E731
+        found = speculation_times(model, ids, plain["written"], right, 4, 40)
+        # the first id comes with the prompt; 12 more, 5 a forward
+        assert (found["forwards"], found["drafted"], found["same"]) == (3, 10, 13) and found["milliseconds"] > 0
+        other = [(plain["written"][0] + 1) % 512, *plain["written"][1:]]
+        assert speculation_times(model, ids, other, right, 4, 40)["same"] == 0

@@ -149,9 +149,25 @@ def test_speed_is_measured_and_told(tree):
     assert shapes == {(160, 96), (96, 96), (320, 96), (96, 160), (512, 96)}
     assert [(run["mode"], run["dtype"]) for run in record["decode"]] == [("packed", "float32"), ("dense", "float32")]
     assert "![Roofline](roofline.png)" in text and (tree.folder / folder / "roofline.png").is_file()
+    for run in record["decode"]:  # the same text written with drafts, which change nothing
+        (found,) = run["speculation"]
+        assert (found["draft"], found["most"], found["same"]) == ("prompt lookup", 7, len(run["written"]) == 4 and 4)
     # of the packed weights a step reads 5 bits each: int4 in groups of 32
     packed, dense = (run["matrix_bytes"] for run in record["decode"])
     assert dense / packed == pytest.approx(32 / 5, rel=0.01)
+    # fidelity of weights that stay packed is that of dequantized ones; what it comes from is the engine's code too
+    row = f"{FOLDER}/gptq-g32/summary.json"
+    dense = read(tree, row)["kl"]["mean"]
+    tree.config["evaluation"]["weights"] = "packed"
+    tree.write_config()
+    tree.must_run(row)
+    assert read(tree, row)["recipe"]["evaluate"]["weights"] == "packed"
+    assert read(tree, row)["kl"]["mean"] == pytest.approx(dense, abs=1e-6)
+    with open(tree.folder / "src/yardstick/engine/kernels/gemv.py", "a") as stream:
+        stream.write("# a change\n")
+    again = tree.planned()
+    assert {f"Measuring {name} of tiny" for name in ("rtn-g32", "gptq-g32")} <= again
+    assert "Measuring gguf-q8_0 of tiny" not in again
     for target, said in (("other/speed.md", "no model other"), ("tiny/fast.md", "no such file is made there")):
         found = tree.run(f"results/engine/{target}")
         assert found.returncode == 1 and said in found.stderr

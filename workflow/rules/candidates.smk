@@ -73,6 +73,7 @@ def beside_in_parts(model, rival):
 def evaluation_code(wildcards):
     recipe = EXPERIMENT.evaluation_recipe(wildcards.candidate)
     extra = ["yardstick.evaluate.hugging_face"] if recipe["forward"] == "transformers" else []
+    extra += [PACKED_MODEL] if recipe.get("weights") == "packed" else []
     if wildcards.candidate in EXPERIMENT.parts:
         heads = [KINDS[EXPERIMENT.evaluation_recipe(name)["source"]][0] for name in head_candidate(wildcards)]
         extra += ["yardstick.sources.mixed", *heads]
@@ -129,7 +130,8 @@ def answering_params(wildcards):
 
 def answering_code(wildcards):
     recipe = EXPERIMENT.answering_recipe(wildcards.candidate)
-    return code("yardstick.cli.answer_problems", KINDS[recipe["source"]][0], BACKENDS[recipe["backend"]])
+    extra = [PACKED_MODEL] if recipe.get("weights") == "packed" else []
+    return code("yardstick.cli.answer_problems", KINDS[recipe["source"]][0], BACKENDS[recipe["backend"]], *extra)
 
 
 def original_answers(wildcards):

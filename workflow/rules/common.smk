@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from yardstick.cli.targets import check_targets, release_stale_lock
+from yardstick.engine import PACKED_MODEL
 from yardstick.errors import YardstickError
 from yardstick.experiment import ORIGINAL, load_experiment
 from yardstick.formats import KINDS

@@ -32,6 +32,7 @@ rule bench_decode:
         code=code("yardstick.cli.bench_decode"),
         model="data/models/{model}/manifest.json",
         checkpoint=timed_checkpoint,
+        chunks="data/quality/{model}/chunks.npz",
     output:
         "results/engine/{model}/decode-{weights}-{dtype}.json",
     log:
@@ -47,13 +48,13 @@ rule bench_decode:
         mem_mb=4000,
     params:
         recipe=lambda w: as_json(
-            {"mode": w.weights, "dtype": w.dtype} | {key: ENGINE[key] for key in ("prompt", "steps")}
+            {"mode": w.weights, "dtype": w.dtype} | {key: ENGINE[key] for key in ("prompt", "steps", "draft")}
         ),
     message:
         "Timing how {wildcards.model} is decoded, weights {wildcards.weights}, {wildcards.dtype}"
     shell:
         "python -m yardstick.cli.bench_decode --recipe {params.recipe:q} --model {input.model}"
-        " --checkpoint {input.checkpoint} --output {output} --log {log}"
+        " --checkpoint {input.checkpoint} --chunks {input.chunks} --output {output} --log {log}"
 
 
 rule tabulate_speed:

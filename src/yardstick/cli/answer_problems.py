@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
+from yardstick.engine import PACKED_MODEL
 from yardstick.errors import YardstickError
 from yardstick.evaluate.candidate import open_candidate
 from yardstick.files import canonical_json, sha256_file, sha256_text, write_json
@@ -30,6 +31,8 @@ def main(arguments) -> None:
     source = open_candidate(settings["source"], arguments.checkpoint, original)
     audit_source(source, expected_tensors(original.config, source))
     modules = ["yardstick.cli.answer_problems", BACKENDS[settings["backend"]], KINDS[settings["source"]][0]]
+    if settings.get("weights") == "packed":
+        modules.append(PACKED_MODEL)
     inputs = {"model": original.digest, "problems": sha256_file(arguments.problems)}
     if arguments.checkpoint:
         inputs["checkpoint"] = sha256_file(arguments.checkpoint)

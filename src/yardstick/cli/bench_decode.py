@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from yardstick.cli.common import parser, run_step
+from yardstick.corpora.load import load_windows
 from yardstick.engine.bench import bench_decode
+from yardstick.errors import YardstickError
 from yardstick.evaluate.candidate import open_candidate
 from yardstick.files import write_json
 from yardstick.models.folder import load_tokenizer, open_original, vocabulary_size
@@ -15,7 +17,10 @@ def main(arguments) -> None:
     recipe, original = arguments.recipe, open_original(arguments.model)
     source = open_candidate("packed", arguments.checkpoint, original)
     vocabulary = vocabulary_size(load_tokenizer(original.folder))
-    settings = (recipe["mode"], recipe["dtype"], recipe["prompt"], recipe["steps"])
+    ids = load_windows(arguments.chunks).ids.flatten()[: recipe["prompt"]].tolist()
+    if len(ids) < recipe["prompt"]:
+        raise YardstickError(f"engine: a prompt of {recipe['prompt']} ids is more than the evaluation text holds")
+    settings = (recipe["mode"], recipe["dtype"], ids, recipe["steps"], recipe["draft"])
     write_json(arguments.output, bench_decode(source, original, vocabulary, *settings))
 
 
@@ -23,5 +28,8 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--checkpoint", type=Path, required=True, help="index of the packed checkpoint")
+    arguments.add_argument(
+        "--chunks", type=Path, required=True, help="evaluation windows; the prompt is their beginning"
+    )
     arguments.add_argument("--output", type=Path, required=True, help="file to write")
     run_step(main, arguments)

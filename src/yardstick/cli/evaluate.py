@@ -7,6 +7,7 @@ import torch
 
 from yardstick.cli.common import parser, run_step
 from yardstick.corpora.load import EvaluationWindows, load_windows
+from yardstick.engine import PACKED_MODEL
 from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import bits_per_weight, schemes, unquantized
 from yardstick.evaluate.candidate import open_candidate, proof
@@ -22,6 +23,7 @@ from yardstick.models.prefill import (
     expected_tensors,
     final_hidden_states,
     head_rows,
+    load_layer,
 )
 from yardstick.progress import progress
 from yardstick.sources import KINDS, TensorSource, audit_source
@@ -63,6 +65,8 @@ def main(arguments) -> None:
     write_positions(arguments.positions, positions_frame(divergence, windows.corpora, length))
     if recipe["forward"] == "transformers":
         modules.append(HUGGING_FACE)
+    if recipe.get("weights") == "packed":
+        modules.append(PACKED_MODEL)
     write_json(
         arguments.output,
         {
@@ -123,8 +127,9 @@ def run_forward(
         return hugging_face.final_hidden_states(
             original.folder, windows.inputs, dtype, lambda tokens: on_tokens(tokens * config.num_layers)
         )
+    load = importlib.import_module(PACKED_MODEL).load_layer if recipe.get("weights") == "packed" else load_layer
     return final_hidden_states(
-        source, config, windows.inputs, dtype, recipe["batch_chunks"], on_tokens, recipe.get("decode_from")
+        source, config, windows.inputs, dtype, recipe["batch_chunks"], on_tokens, recipe.get("decode_from"), load
     )
 
 

@@ -2,14 +2,15 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from yardstick.engine.choose import choose
+from yardstick.engine.graphs import stepper_for
 from yardstick.engine.measure import peak_memory, synchronize
-from yardstick.engine.model import engine_shapes, load_layer, open_head
+from yardstick.engine.model import engine_shapes, open_model
 from yardstick.engine.paths import PATHS
 from yardstick.engine.synthetic import random_weights
 from yardstick.engine.tune import path_seconds
@@ -18,7 +19,9 @@ from yardstick.evaluate.bits import matrix_bytes
 from yardstick.models.config import ModelConfig
 from yardstick.models.folder import Original
 from yardstick.models.generate import EagerStep, Model, Stepper, Text, generate, greedy
+from yardstick.models.prediction_head import PREFIX, HeadDraft, load_prediction_head
 from yardstick.models.prefill import DTYPES, head_name, pick_device
+from yardstick.models.speculate import Draft, prompt_lookup, speculate
 from yardstick.sources.packed import PackedSource
 
 
@@ -88,51 +91,99 @@ def bench_paths(name: str, weights: list[PackedWeight], x: torch.Tensor, bandwid
 
 
 def bench_decode(
-    source: PackedSource, original: Original, vocabulary: int, mode: str, dtype: str, prompt: int, steps: int
+    source: PackedSource,
+    original: Original,
+    vocabulary: int,
+    mode: str,
+    dtype: str,
+    ids: Sequence[int],
+    steps: int,
+    drafted: int,
 ) -> dict:
     """Time of a prompt and of the steps after it, one text, greedy, with a checkpoint's weights.
 
     Args:
         mode: `packed` for the engine's paths, `dense` for dequantized weights.
-        prompt: ids of the prompt, random.
+        ids: the prompt.
         steps: ids that are written after the first.
+        drafted: ids that are drafted in a step of speculation; 0 for none.
 
     Returns:
-        milliseconds of the prompt and of a step, the bytes of the matrices that a step reads, and the most memory that
-        was taken, in bytes.
+        milliseconds of the prompt and of a step, the bytes of the matrices that a step reads, the same text drafted and
+        verified, and the most memory that was taken, in bytes.
     """
     config = original.config
-    named = {"load": load_layer, "head": open_head(source, config, vocabulary)} if mode == "packed" else {}
-    model = Model(source, config, DTYPES[dtype], vocabulary, **named)
+    model = (open_model if mode == "packed" else Model)(source, config, DTYPES[dtype], vocabulary)
+    plain = decode_times(model, ids, steps, stepper_for(model.device))
+    capacity = len(ids) + steps + drafted + 2
     return {
         "mode": mode,
         "dtype": dtype,
-        **decode_times(model, vocabulary, prompt, steps),
+        **plain,
         "matrix_bytes": matrix_bytes(source, config) if mode == "packed" else dense_bytes(source, config, dtype),
         "peak_memory": peak_memory(model.device),
+        "speculation": [
+            {"draft": name} | speculation_times(model, ids, plain["written"], draft, drafted, capacity)
+            for name, draft in (drafts(original, model, capacity) if drafted else {}).items()
+        ],
     }
 
 
-def decode_times(model: Model, vocabulary: int, prompt: int, steps: int, stepper: Stepper = EagerStep) -> dict:
-    """Milliseconds of a random prompt and, as a median, of a step after it, for one text."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (prompt,), generator=generator).tolist()
-    moments: list[float] = []
+def drafts(original: Original, model: Model, capacity: int) -> dict[str, Callable[[], Draft]]:
+    """Ways to draft by name, each made anew for a text: prompt lookup, and the original's prediction head if it has
+    one."""
+    found: dict[str, Callable[[], Draft]] = {"prompt lookup": lambda: prompt_lookup}
+    if any(name.startswith(PREFIX) for name in original.source.infos()):
+        weights = load_prediction_head(original.source, original.config, model.dtype, model.device)
+        found["prediction head"] = lambda: HeadDraft(model, weights, capacity)
+    return found
 
-    def ended(text: Text) -> str | None:
-        synchronize(model.device)
-        moments.append(time.perf_counter())
-        return "whole" if len(text.written) > steps else None
 
+class Clock:
+    """Says of a text when it has `count` ids, and notes the moment of each."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device = count, device
+        self.moments = [time.perf_counter()]
+
+    def __call__(self, text: Text) -> str | None:
+        synchronize(self.device)
+        self.moments.append(time.perf_counter())
+        return "whole" if len(text.written) >= self.count else None
+
+
+def decode_times(model: Model, ids: Sequence[int], steps: int, stepper: Stepper = EagerStep) -> dict:
+    """Milliseconds of a prompt and, as a median, of a step after it, for one text; and what was written."""
     for _ in range(2):  # the first time paths are made ready
-        moments[:] = [time.perf_counter()]
-        list(generate(model, [Text(0, ids)], 1, prompt + steps + 2, greedy, ended, stepper=stepper))
+        text, clock = Text(0, list(ids)), Clock(steps + 1, model.device)
+        list(generate(model, [text], 1, len(ids) + steps + 2, greedy, clock, stepper=stepper))
+    moments = clock.moments
     step = statistics.median(after - before for before, after in zip(moments[2:], moments[3:], strict=False))
     return {
-        "prompt": prompt,
+        "prompt": len(ids),
         "steps": steps,
         "prompt_milliseconds": 1e3 * (moments[1] - moments[0]),
         "step_milliseconds": 1e3 * step,
+        "written": text.written,
+    }
+
+
+def speculation_times(
+    model: Model, ids: Sequence[int], written: list[int], draft: Callable[[], Draft], most: int, capacity: int
+) -> dict:
+    """The text `written` again, by draft and verify: milliseconds an id, ids drafted and kept, and how many ids are
+    those of plain generation before the first other one."""
+    for _ in range(2):
+        text, clock = Text(0, list(ids)), Clock(len(written), model.device)
+        done = speculate(model, text, capacity, draft(), most, clock)
+    same = [a == b for a, b in zip(text.written, written, strict=True)]
+    return {
+        "most": most,
+        "milliseconds": 1e3 * (clock.moments[-1] - clock.moments[1]) / (len(written) - 1),
+        "forwards": done.steps,
+        "drafted": done.drafted,
+        "accepted": done.accepted,
+        "same": same.index(False) if False in same else len(same),
     }
 
 

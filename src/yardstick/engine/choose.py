@@ -1,24 +1,21 @@
 """Which path a product takes: read from a table of what was measured on this device, never decided while running.
 
-The same device and the same table give the same path, and so the same last digits. `tuned.json` beside this file holds,
+The same device and the same table give the same path, and so the same last digits. `tuned.py` beside this file holds,
 for each device, one entry a shape and number of rows: the fastest path and tile of a sweep (`tune.sweep`). A shape that
 was not measured takes the entry of the nearest one; a device that was not measured takes the defaults below.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 
 import torch
 
 from yardstick.engine.paths import MOST_ROWS, PATHS
+from yardstick.engine.tuned import TUNED
 from yardstick.engine.weight import PackedWeight
 from yardstick.provenance import machine
-
-TABLE = "tuned.json"
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,7 @@ def device_name(device: torch.device) -> str:
 @cache
 def table(name: str) -> tuple[Entry, ...]:
     """Entries of one device; none where it was not measured."""
-    text = resources.files("yardstick.engine").joinpath(TABLE).read_text(encoding="utf-8")
-    return tuple(Entry(**entry) for entry in json.loads(text).get(name, ()))
+    return tuple(Entry(**entry) for entry in TUNED.get(name, ()))
 
 
 def choose(weight: PackedWeight, dtype: torch.dtype, rows: int, entries: Sequence[Entry] | None = None) -> Choice:

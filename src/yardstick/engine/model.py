@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -10,6 +11,7 @@ from yardstick.engine.weight import PackedWeight
 from yardstick.errors import YardstickError
 from yardstick.models.attention import QKV
 from yardstick.models.config import ModelConfig
+from yardstick.models.generate import Model
 from yardstick.models.layers import GATE_UP
 from yardstick.models.prefill import head_name, pick_device
 from yardstick.quantize.grid import Grid, round_to_nearest
@@ -109,16 +111,17 @@ def engine_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {name: shape for shape, name in shapes.items()}
 
 
-def open_head(source: PackedSource, config: ModelConfig, vocabulary: int, path: str | None = None) -> QuantLinear:
-    """The output head of a packed checkpoint, of which the first `vocabulary` rows are real.
+def open_model(
+    source: PackedSource, config: ModelConfig, dtype: torch.dtype, vocabulary: int, path: str | None = None
+) -> Model:
+    """A packed checkpoint for generation, its packed matrices as they are stored; `path` is that of `QuantLinear`.
 
-    Raises:
-        YardstickError: the checkpoint keeps its head in bf16.
+    The first `vocabulary` rows of the head are real. A head that the checkpoint keeps in bf16 is dense.
     """
     name = head_name(source, config)
-    if name not in source.schemes:
-        raise YardstickError(f"{source.path}: {name} is not packed")
-    return QuantLinear(source.packed(name).rows(vocabulary).to(pick_device()), path=path)
+    packed = source.packed(name).rows(vocabulary).to(pick_device()) if name in source.schemes else None
+    head = None if packed is None else QuantLinear(packed, path=path)
+    return Model(source, config, dtype, vocabulary, partial(load_layer, path=path), head)
 
 
 def load_layer(

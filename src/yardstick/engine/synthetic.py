@@ -30,6 +30,11 @@ def random_weights(out_features: int, in_features: int, group_size: int, device:
     return [first, *(random_weight(out_features, in_features, group_size, device) for _ in others)]
 
 
+def random_ids(vocabulary: int, count: int) -> list[int]:
+    """A prompt, always the same."""
+    return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
 def random_model(config: ModelConfig, layers: int, group_size: int, dtype: torch.dtype, device: torch.device) -> Model:
     """The first `layers` layers of a model, its embedding and its head."""
     config = replace(config, num_layers=layers, layer_kinds=config.layer_kinds and config.layer_kinds[:layers])

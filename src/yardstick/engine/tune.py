@@ -1,4 +1,4 @@
-"""Which tile is fastest: the sweep that `tuned.json` is made from.
+"""Which tile is fastest: the sweep that `tuned.py` is made from.
 
 Every tile of `TILES` is timed for a shape, a number of rows and a type of inputs on weights that no cache holds; the
 fastest path and tile are the entry of the table. A tile that the device refuses (too much shared memory, say) is left

@@ -1,7 +1,10 @@
 """Answers by our own forward: greedy, in batches, with the candidate's weights as its format defines them."""
 
+import importlib
 from collections.abc import Iterator
 
+from yardstick.engine import PACKED_MODEL
+from yardstick.engine.graphs import stepper_for
 from yardstick.gsm8k.answers import cut_at_stops, is_complete
 from yardstick.gsm8k.generation import LENGTH, STOP, Generation
 from yardstick.gsm8k.prompts import Renderer
@@ -20,7 +23,8 @@ def answer(
     shapes, and so the same answers.
     """
     vocabulary = vocabulary_size(renderer.tokenizer)
-    model = Model(source, original.config, DTYPES[settings["dtype"]], vocabulary)
+    opened = importlib.import_module(PACKED_MODEL).open_model if settings.get("weights") == "packed" else Model
+    model = opened(source, original.config, DTYPES[settings["dtype"]], vocabulary)
     ids, max_new_tokens = [renderer.encode(prompt) for prompt in prompts], settings["max_new_tokens"]
     capacity = max(map(len, ids)) + max_new_tokens
 
@@ -34,6 +38,7 @@ def answer(
 
     texts = (Text(index, ids[index]) for index in indices)
     prefix = common_prefix(ids)
-    for text, reason in generate(model, texts, settings["batch"], capacity, greedy, ended, prefix):
+    stepper = stepper_for(model.device)
+    for text, reason in generate(model, texts, settings["batch"], capacity, greedy, ended, prefix, stepper):
         written = cut_at_stops(renderer.decode(text.written), renderer.stops)
         yield text.key, Generation(written, reason, len(text.written))

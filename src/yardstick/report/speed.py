@@ -19,6 +19,12 @@ large copy in the same run; above 1 the weights came from a cache after all. The
 """
 
 
+SPECULATION = """The same text, with a few ids drafted and verified by one forward (`models/speculate.py`). Its ids are
+those of plain decoding, but for near-ties: one row and several are added up in another order. A model that repeats
+itself is easy to draft for; other text gains less.
+"""
+
+
 def speed_document(record: dict) -> str:
     """speed.md of one model."""
     lines = [
@@ -31,6 +37,8 @@ def speed_document(record: dict) -> str:
         chosen = [product for product in record["products"] if product["dtype"] == dtype]
         lines += [f"### Inputs of {dtype}\n", product_table(chosen, record["products"]) + "\n", dispatch_line(chosen)]
     lines += ["## Decoding\n", decode_table(record) + "\n", decode_note(record)]
+    if any(run["speculation"] for run in record["decode"]):
+        lines += ["## Draft and verify\n", speculation_table(record) + "\n", SPECULATION]
     return "\n".join(lines)
 
 
@@ -94,6 +102,27 @@ def decode_table(record: dict) -> str:
         )
     header = ["weights", "dtype", "ms a step", "tokens/s", "MB a token", "ceiling, tokens/s", "share reached"]
     return table([*header, "prompt, tokens/s", "peak memory, GB"], rows, left=2)
+
+
+def speculation_table(record: dict) -> str:
+    """One row a mode, type and draft."""
+    rows = []
+    for run in record["decode"]:
+        for found in run["speculation"]:
+            rows.append(
+                [
+                    run["mode"],
+                    run["dtype"],
+                    f"{found['draft']}, up to {found['most']}",
+                    f"{found['milliseconds']:.1f}",
+                    f"{run['step_milliseconds'] / found['milliseconds']:.2f}",
+                    str(found["forwards"]),
+                    f"{found['accepted']} of {found['drafted']}",
+                    f"{found['same']} of {len(run['written'])}",
+                ]
+            )
+    header = ["weights", "dtype", "draft", "ms an id", "times plain", "forwards", "drafts kept", "ids as plain"]
+    return table(rows=rows, header=header, left=3)
 
 
 def decode_note(record: dict) -> str:
