@@ -77,6 +77,10 @@ class Experiment:
         """Candidates of one model whose loss is told apart by module."""
         return self.chosen("attribution", model)
 
+    def ablation_of(self, model: str) -> list[str]:
+        """Rows of one model that are the steps of a method, in their order."""
+        return [name for name in self.config.get("ablation", []) if name in self.candidates_of(model)]
+
     def whole(self, candidate: str) -> str:
         """The candidate that a row of parts changes; any other candidate is its own."""
         return self.parts[candidate]["candidate"] if candidate in self.parts else candidate
@@ -297,6 +301,8 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         _check_part(experiment, name, part)
     for name in config.get("attribution", {}).get("candidates", []):
         _require_measured(experiment, name, "attribution.candidates")
+    for name in config.get("ablation", []):
+        _require_measured(experiment, name, "ablation")
     return experiment
 
 

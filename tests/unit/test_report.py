@@ -8,6 +8,7 @@ from yardstick.errors import YardstickError
 from yardstick.evaluate.positions import COLUMNS, write_positions
 from yardstick.evaluate.statistics import summarize
 from yardstick.files import write_json
+from yardstick.report.ablation import ablation_sections
 from yardstick.report.document import unquantized_lines, write_record
 from yardstick.report.markdown import fidelity_table, figure, not_measured_line
 from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
@@ -86,7 +87,7 @@ def test_candidates_measured_on_other_positions_are_refused(results):
 def test_record_and_plots_hold_every_candidate(results):
     loaded = load_results(results, "m", RECIPE)
     entry = {"origin": "o", "licence": "l", "windows": [1, 2], "text_sha256": "f" * 64, "ids_sha256": "9" * 64}
-    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results, None, {})])
+    text = write_record([(loaded, {"evaluation": {"prose": entry}, "calibration": {}}, results, None, {})], results)
     for name in RECIPE["models"]["m"]:
         assert text.count(name) >= 2
     plot_kl_against_bits(loaded, results / "a.png")
@@ -125,8 +126,32 @@ def test_probed_candidates_are_sorted_by_their_median_output_error(results):
     assert last == ["`bad`", "x: its error is not a number", "**failed**"] + ["–"] * 5
     assert probe_sections(load_results(results, "m", RECIPE), results) == []
     entry = {"evaluation": {}, "calibration": {}}
-    assert heading in write_record([(load_results(results, "m", recipe), entry, results, None, {})])
-    assert heading not in write_record([(load_results(results, "m", RECIPE), entry, results, None, {})])
+    assert heading in write_record([(load_results(results, "m", recipe), entry, results, None, {})], results)
+    assert heading not in write_record([(load_results(results, "m", RECIPE), entry, results, None, {})], results)
+
+
+def test_each_step_is_held_against_the_one_before(results):
+    write_candidate(results, "same", 0.02)
+    write_candidate(results, "better", 0.005)
+    names = ["rival", "good", "same", "bad", "noise-hf", "better"]
+    recipe = RECIPE | {"models": {"m": names}, "ablation": {"m": [name for name in names if name != "noise-hf"]}}
+    write_json(results / "m" / "good" / "quantize.json", {"inputs": {"calibration": "f" * 64}})
+    timing = results / "benchmarks" / "m" / "good" / "quantize.tsv"
+    timing.parent.mkdir(parents=True)
+    timing.write_text("s\th:m:s\tmax_rss\n9.0\t0:00:09\t10.2\n83.61\t0:01:23\t881.64\n")
+    corpora = {"calibration": {"prose": {"windows": [20, 512]}, "code": {"windows": [2, 256]}}}
+    loaded = load_results(results, "m", recipe)
+    _, _, rows = ablation_sections(loaded, results, results / "benchmarks", corpora)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rows.splitlines()[2:]]
+    assert [row[0] for row in cells] == ["`rival` (bar)", "`good` (baseline)", "`same`", "`bad`", "`better`"]
+    # KL of chunk c is kl * (1 + c / 10): means over chunks 0 to 3 are kl * 1.15
+    assert cells[0][1:7] == ["4.25", "0.0575", "–", "–", "–", "1.000"]
+    assert cells[1][2:4] == ["0.0230", "-0.0345"] and cells[1][5:] == ["helps", "0.400", "10752", "84", "881"]
+    assert cells[2][5:7] == ["no difference", "0.400"] and cells[2][7:] == ["–"] * 3
+    assert cells[3][2] == "**failed**" and cells[4][3:6] == ["–"] * 3  # nothing to hold it against
+    turned = load_results(results, "m", recipe | {"ablation": {"m": ["good", "rival"]}})
+    assert "**hurts**" in ablation_sections(turned, results, results, corpora)[2]
+    assert ablation_sections(load_results(results, "m", RECIPE), results, results, corpora) == []
 
 
 def test_figures_do_not_round_a_floor_to_zero():

@@ -153,6 +153,7 @@ RECORD_RECIPE = as_json(
     TABLE
     | {
         "parts": {model: EXPERIMENT.parts_of(model) for model in EXPERIMENT.models},
+        "ablation": {model: EXPERIMENT.ablation_of(model) for model in EXPERIMENT.models},
         "attribution": {model: EXPERIMENT.attributed(model) for model in EXPERIMENT.models},
         "probed": PROBED,
         "answering": ANSWERING,

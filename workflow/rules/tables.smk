@@ -78,4 +78,4 @@ rule write_record:
         "Writing {output}"
     shell:
         "python -m yardstick.cli.document --recipe {params.recipe:q} --results results/quality"
-        " --answers results/gsm8k --corpora data/quality --output {output} --log {log}"
+        " --answers results/gsm8k --corpora data/quality --benchmarks benchmarks --output {output} --log {log}"

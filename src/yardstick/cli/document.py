@@ -20,7 +20,7 @@ def main(arguments) -> None:
         )
         for model in arguments.recipe["models"]
     ]
-    write_text(arguments.output, write_record(models))
+    write_text(arguments.output, write_record(models, arguments.benchmarks))
 
 
 if __name__ == "__main__":
@@ -30,5 +30,6 @@ if __name__ == "__main__":
     )
     arguments.add_argument("--answers", type=Path, required=True, help="folder of the GSM8K results")
     arguments.add_argument("--corpora", type=Path, required=True, help="folder that holds <model>/manifest.json")
+    arguments.add_argument("--benchmarks", type=Path, required=True, help="folder of what the runs cost")
     arguments.add_argument("--output", type=Path, required=True, help="quantization.md to write")
     run_step(main, arguments)

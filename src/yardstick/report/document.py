@@ -5,6 +5,7 @@ from pathlib import Path
 from yardstick.evaluate.statistics import QUANTILES
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import read_json
+from yardstick.report.ablation import ablation_sections
 from yardstick.report.attribution import attribution_sections
 from yardstick.report.gsm8k import gsm8k_sections
 from yardstick.report.markdown import (
@@ -48,24 +49,25 @@ Beyond 3 it says that something is measured wrongly. All candidates read the sam
 """
 
 
-def write_record(models: list[tuple[ModelResults, dict, Path, str | None, dict]]) -> str:
+def write_record(models: list[tuple[ModelResults, dict, Path, str | None, dict]], benchmarks: Path) -> str:
     """The record of all models: results, corpora manifest, results folder, file of recorded figures and GSM8K runs of
-    each."""
+    each; and the folder of what the runs cost."""
     floors = "\n".join(f"- *{name}*: {text}" for name, text in NOISE_FLOORS.items())
     parts = ["# Quantization record\n", METHOD, floors + "\n"]
     for results, corpora, folder, recorded, answers in models:
-        parts += [f"## {results.model}\n", *model_sections(results, corpora, folder, answers)]
+        parts += [f"## {results.model}\n", *model_sections(results, corpora, folder, answers, benchmarks)]
         if recorded:
             parts += ["### Beside recorded figures\n", *recorded_section(results, Path(recorded))]
     return "\n".join(parts)
 
 
-def model_sections(results: ModelResults, corpora: dict, folder: Path, answers: dict) -> list[str]:
+def model_sections(results: ModelResults, corpora: dict, folder: Path, answers: dict, benchmarks: Path) -> list[str]:
     """All sections of one model."""
     parts = ["### Verdict\n", verdict(results) + "\n", reference_line(results) + "\n"]
     parts += ["### Fidelity\n", fidelity_table(results) + "\n", *not_measured_line(results)]
     plots = f"plots/{results.model}"
     parts += [f"![Mean KL against bits]({plots}/kl-bits.png)\n", f"![Tail of the KL]({plots}/kl-tail.png)\n"]
+    parts += ablation_sections(results, folder, benchmarks, corpora)
     parts += ["### Distribution of the KL\n", quantile_table(results) + "\n"]
     parts += ["### Perplexity and the true token\n", perplexity_table(results) + "\n"]
     parts += ["### By corpus\n", corpus_table(results) + "\n"]

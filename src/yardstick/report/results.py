@@ -1,6 +1,7 @@
 """Read the results of a model, and the sentences that follow from them."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -35,6 +36,14 @@ class Row:
 
 
 @dataclass
+class Step:
+    """One step of an ablation, with its paired difference to the step before; the first and failed ones have none."""
+
+    row: Row
+    difference: dict | None = None
+
+
+@dataclass
 class ModelResults:
     """All candidates of a model, the best first, failed ones last."""
 
@@ -47,6 +56,7 @@ class ModelResults:
     rows: list[Row] = field(default_factory=list)
     parts: list[Row] = field(default_factory=list)  # each with its paired difference to the candidate that it changes
     attributed: list[str] = field(default_factory=list)  # candidates with an attribution.json
+    steps: list[Step] = field(default_factory=list)  # of the ablation, in its order
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -76,17 +86,29 @@ def load_results(results: Path, model: str, recipe: dict) -> ModelResults:
     loaded.parts = [read_row(Path(results) / model, name, own) for name in parts]
     loaded.attributed = recipe.get("attribution", {}).get(model, [])
     baseline = loaded.row(loaded.baseline)
+    loaded.steps = [Step(loaded.row(name)) for name in recipe.get("ablation", {}).get(model, [])]
     pairs = [(row, baseline) for row in loaded.rows if row is not baseline]
     pairs += [(part, loaded.row(part.summary["recipe"]["candidate"]["candidate"])) for part in loaded.parts]
     for row, other in pairs:
-        if row.failed or other.failed:
-            continue
-        try:
-            row.difference = paired_difference(row.positions, other.positions, recipe["seed"])
-        except ValueError as error:
-            raise YardstickError(f"{model}: {row.name} and {other.name}: {error}; run the older one again") from None
+        row.difference = difference(model, row, other, recipe["seed"])
+    for before, step in pairwise(loaded.steps):
+        step.difference = difference(model, step.row, before.row, recipe["seed"])
     loaded.rows.sort(key=lambda row: (row.failed is not None, row.kl if not row.failed else 0.0, row.name))
     return loaded
+
+
+def difference(model: str, row: Row, other: Row, seed: int) -> dict | None:
+    """Paired difference of two rows; None where one has failed.
+
+    Raises:
+        YardstickError: they were measured on different positions.
+    """
+    if row.failed or other.failed:
+        return None
+    try:
+        return paired_difference(row.positions, other.positions, seed)
+    except ValueError as error:
+        raise YardstickError(f"{model}: {row.name} and {other.name}: {error}; run the older one again") from None
 
 
 def read_row(folder: Path, name: str, own_texts: list[str]) -> Row:
