@@ -42,7 +42,7 @@ def check(shapes: dict, device: torch.device, deadline: float) -> list[dict]:
     from yardstick.engine.kernels.twins import grouped_matmul
 
     found = []
-    for name, (out_features, in_features) in shapes.items():
+    for name, (out_features, in_features, _) in shapes.items():
         weight = random_weight(out_features, in_features, GROUP, device)
         shuffled = shuffle(weight, 64)
         for rows in ROWS:
@@ -67,7 +67,7 @@ def tune(shapes: dict, device: torch.device, bandwidth: float, deadline: float) 
     """The fastest entry of each shape and number of rows, and all of them with the share of the bandwidth."""
     best, every = [], []
     for rows in (1, 8, 32):
-        for out_features, in_features in shapes.values():
+        for out_features, in_features, _ in shapes.values():
             if time.monotonic() > deadline:
                 return best, every
             weights = random_weights(out_features, in_features, GROUP, device)
@@ -86,7 +86,7 @@ def decode(config, device: torch.device, bandwidth: float, deadline: float) -> l
         packed = [
             module for weights in model.layers for module in weights.values() if isinstance(module, torch.nn.Module)
         ]
-        nbytes = sum(getattr(module, "linear", module).weight.nbytes for module in [*packed, model.head])
+        nbytes = sum(getattr(module, "linear", module).packed.nbytes for module in [*packed, model.head])
         for kind, stepper in (("eager", EagerStep), ("graph", GraphStep)):
             times = decode_times(model, random_ids(config.vocab_size, 256), 32, stepper)
             reached = nbytes / times["step_milliseconds"] * 1e3 / bandwidth
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
     arguments = parser.parse_args()
     config = read_config(arguments.architecture)
-    shapes = engine_shapes(config)
+    shapes = engine_shapes(config, lambda name: GROUP)
     if not torch.cuda.is_available():
         raise YardstickError(f"{len(shapes)} shapes are ready to be checked, but there is no CUDA device here")
     started, device = time.monotonic(), torch.device("cuda")

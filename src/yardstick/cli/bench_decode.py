@@ -8,7 +8,7 @@ from yardstick.engine.bench import bench_decode
 from yardstick.errors import YardstickError
 from yardstick.evaluate.candidate import open_candidate
 from yardstick.files import write_json
-from yardstick.models.folder import load_tokenizer, open_original, vocabulary_size
+from yardstick.models.folder import context_length, load_tokenizer, open_original, vocabulary_size
 from yardstick.models.prefill import exact_arithmetic
 
 
@@ -20,6 +20,9 @@ def main(arguments) -> None:
     ids = load_windows(arguments.chunks).ids.flatten()[: recipe["prompt"]].tolist()
     if len(ids) < recipe["prompt"]:
         raise YardstickError(f"engine: a prompt of {recipe['prompt']} ids is more than the evaluation text holds")
+    room, needed = context_length(original.folder), len(ids) + recipe["steps"] + recipe["draft"] + 2
+    if room is not None and needed > room:
+        raise YardstickError(f"engine: prompt, steps and draft need {needed} positions, the model has {room}")
     settings = (recipe["mode"], recipe["dtype"], ids, recipe["steps"], recipe["draft"])
     write_json(arguments.output, bench_decode(source, original, vocabulary, *settings))
 

@@ -15,14 +15,18 @@ from yardstick.engine.paths import PATHS
 from yardstick.engine.synthetic import random_weights
 from yardstick.engine.tune import path_seconds
 from yardstick.engine.weight import PackedWeight
+from yardstick.errors import YardstickError
 from yardstick.evaluate.bits import matrix_bytes
 from yardstick.models.config import ModelConfig
 from yardstick.models.folder import Original
 from yardstick.models.generate import EagerStep, Model, Stepper, Text, generate, greedy
 from yardstick.models.prediction_head import PREFIX, HeadDraft, load_prediction_head
-from yardstick.models.prefill import DTYPES, head_name, pick_device
+from yardstick.models.prefill import DTYPES, pick_device
 from yardstick.models.speculate import Draft, prompt_lookup, speculate
 from yardstick.sources.packed import PackedSource
+
+HEAD_NAME, HEAD_DTYPE = "lm_head", "float32"
+ROUNDS = 3  # of plain decoding and of drafting, in turn
 
 
 @dataclass(frozen=True)
@@ -47,19 +51,26 @@ class Product:
 
 
 def model_shapes(source: PackedSource, config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """Shapes (out, in, group size) of the engine's products for a packed checkpoint."""
-    size = next(iter(source.schemes.values()))["group_size"]
-    return {name: (*shape, size) for name, shape in engine_shapes(config).items()}
+    """Shapes (out, in, group size) of the engine's products for a packed checkpoint.
+
+    Raises:
+        YardstickError: it has no packed matrix.
+    """
+    shapes = engine_shapes(config, lambda name: source.schemes.get(name, {}).get("group_size"))
+    if not shapes:
+        raise YardstickError(f"{source.path}: no matrix is packed; time another variant (engine.candidate)")
+    return shapes
 
 
 def bench_products(
     shapes: dict[str, tuple[int, int, int]], rows: Sequence[int], dtypes: Sequence[str], bandwidth: float
 ) -> Iterator[Product]:
-    """Every path that this device has, for every shape, number of rows and type of inputs."""
+    """Every path that this device has, for every shape, number of rows and type of inputs; logits are fp32, so a head's
+    inputs are too."""
     device = pick_device()
     for name, shape in shapes.items():
         weights = random_weights(*shape, device)
-        for kind in dtypes:
+        for kind in [HEAD_DTYPE] if name == HEAD_NAME else dtypes:
             for number in rows:
                 x = torch.randn(number, shape[1], device=device).to(DTYPES[kind])
                 yield from bench_paths(name, weights, x, bandwidth)
@@ -109,8 +120,8 @@ def bench_decode(
         drafted: ids that are drafted in a step of speculation; 0 for none.
 
     Returns:
-        milliseconds of the prompt and of a step, the bytes of the matrices that a step reads, the same text drafted and
-        verified, and the most memory that was taken, in bytes.
+        milliseconds of the prompt and of a step, the bytes of the matrices as they are stored (`matrix_bytes`) and as
+        the paths of a step read them (`read_bytes`), the same text drafted and verified, and the most memory in bytes.
     """
     config = original.config
     model = (open_model if mode == "packed" else Model)(source, config, DTYPES[dtype], vocabulary)
@@ -120,7 +131,8 @@ def bench_decode(
         "mode": mode,
         "dtype": dtype,
         **plain,
-        "matrix_bytes": matrix_bytes(source, config) if mode == "packed" else dense_bytes(source, config, dtype),
+        "matrix_bytes": matrix_bytes(source, config) if mode == "packed" else read_bytes(model),
+        "read_bytes": read_bytes(model),
         "peak_memory": peak_memory(model.device),
         "speculation": [
             {"draft": name} | speculation_times(model, ids, plain["written"], draft, drafted, capacity)
@@ -172,14 +184,24 @@ def speculation_times(
     model: Model, ids: Sequence[int], written: list[int], draft: Callable[[], Draft], most: int, capacity: int
 ) -> dict:
     """The text `written` again, by draft and verify: milliseconds an id, ids drafted and kept, and how many ids are
-    those of plain generation before the first other one."""
-    for _ in range(2):
-        text, clock = Text(0, list(ids)), Clock(len(written), model.device)
+    those of plain generation before the first other one.
+
+    Plain decoding and drafting take turns; the times are medians of their means over the text, their ratio the median
+    of the rounds' ratios. The first round makes paths ready and does not count.
+    """
+    stepper, times = stepper_for(model.device), []
+    for _ in range(ROUNDS + 1):
+        plain, clock = Clock(len(written), model.device), Clock(len(written), model.device)
+        list(generate(model, [Text(0, list(ids))], 1, capacity, greedy, plain, stepper=stepper))
+        text = Text(0, list(ids))
         done = speculate(model, text, capacity, draft(), most, clock)
+        times.append([1e3 * (c.moments[-1] - c.moments[1]) / (len(written) - 1) for c in (plain, clock)])
     same = [a == b for a, b in zip(text.written, written, strict=True)]
     return {
         "most": most,
-        "milliseconds": 1e3 * (clock.moments[-1] - clock.moments[1]) / (len(written) - 1),
+        "milliseconds": statistics.median(drafted for _, drafted in times[1:]),
+        "plain_milliseconds": statistics.median(plain for plain, _ in times[1:]),
+        "times_plain": statistics.median(plain / drafted for plain, drafted in times[1:]),
         "forwards": done.steps,
         "drafted": done.drafted,
         "accepted": done.accepted,
@@ -187,8 +209,16 @@ def speculation_times(
     }
 
 
-def dense_bytes(source: PackedSource, config: ModelConfig, dtype: str) -> int:
-    """Bytes of the same matrices dequantized; the head is fp32 then."""
-    infos = source.infos()
-    body = sum(infos[name].numel for name in config.body_matrices())
-    return body * DTYPES[dtype].itemsize + 4 * infos[head_name(source, config)].numel
+def read_bytes(model: Model) -> int:
+    """Bytes of the matrices that a step of one text reads by the paths that it takes; the head works in fp32."""
+    total = matrix_nbytes(model.head, torch.float32)
+    for weights in model.layers:
+        total += sum(matrix_nbytes(weight, model.dtype) for weight in weights.values())
+    return total
+
+
+def matrix_nbytes(weight: torch.Tensor | torch.nn.Module, dtype: torch.dtype) -> int:
+    """Bytes that a product of one row reads of a weight; 0 for what is no matrix."""
+    if isinstance(weight, torch.Tensor):
+        return weight.nbytes if weight.ndim == 2 else 0
+    return getattr(weight, "linear", weight).path(1, dtype).nbytes

@@ -5,13 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from yardstick.engine.choose import Choice, Entry, choose
-from yardstick.engine.paths import PATHS, Path, open_path
+from yardstick.engine.paths import PATHS, Path, find_path, open_path
 from yardstick.engine.weight import PackedWeight
 from yardstick.errors import YardstickError
+
+STORED = ("codes", "scales", "minima")
 
 
 class QuantLinear(torch.nn.Module):
     """inputs @ W^T + bias for a packed W, by the path that the table of the device names for the number of rows.
+
+    Codes, scales, minima and bias are buffers: they are in the state dict, and go to a device with the module. Their
+    types stay: rounding scales again would change the weights. There is no `weight`, which would have to be dense.
 
     Args:
         weight: of one matrix, or of several that share their input (`PackedWeight.stack`).
@@ -19,6 +24,9 @@ class QuantLinear(torch.nn.Module):
         path: a path by name for any number of rows that it takes, instead of the table's; other numbers of rows are
             refused.
         entries: a table of measurements instead of that of the device.
+
+    Raises:
+        YardstickError: there is no such path, or it cannot take the matrix here.
     """
 
     def __init__(
@@ -29,55 +37,100 @@ class QuantLinear(torch.nn.Module):
         entries: Sequence[Entry] | None = None,
     ) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
-        self.in_features, self.out_features = weight.in_features, weight.out_features
+        if path is not None:
+            find_path(path, weight)
+        self.in_features, self.out_features, self.group_size = (
+            weight.in_features,
+            weight.out_features,
+            weight.group_size,
+        )
+        for name in STORED:
+            self.register_buffer(name, getattr(weight, name))
+        self.register_buffer("bias", bias)
         self._asked, self._entries = path, entries
-        self._chosen: dict[tuple[int, torch.dtype], Path] = {}
-        self._opened: dict[tuple, Path] = {}
+        self._forget()
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The matrix as it is stored."""
+        return PackedWeight(self.codes, self.scales, self.minima, self.in_features, self.group_size)
 
     def choice(self, rows: int, dtype: torch.dtype) -> Choice:
         """The path for inputs of this many rows.
 
         Raises:
-            YardstickError: a path was asked for that does not take them.
+            YardstickError: a path was asked for that does not take them, or they are not rows of numbers.
         """
+        if rows < 1 or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise YardstickError(
+                f"a packed matrix multiplies one row or more of floating-point inputs, not {rows} of {dtype}"
+            )
         if self._asked is None:
-            return choose(self.weight, dtype, rows, self._entries)
-        if self._asked in PATHS and rows not in PATHS[self._asked].rows:
+            return choose(self.packed, dtype, rows, self._entries)
+        if rows not in PATHS[self._asked].rows:
             raise YardstickError(f"path {self._asked} does not take {rows} rows")
         return Choice(self._asked)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., out], in the inputs' type."""
-        flat = inputs.reshape(-1, self.in_features)
-        asked = (len(flat), inputs.dtype)
-        if asked not in self._chosen:  # looked up once: a step of decoding takes as long as some lookups
-            self._chosen[asked] = self._open(*asked)
-        out = self._chosen[asked](flat).view(*inputs.shape[:-1], self.out_features)
-        return out if self.bias is None else out + self.bias
+        """[..., in] to [..., out], in the inputs' type.
 
-    def _open(self, rows: int, dtype: torch.dtype) -> Path:
-        """The path for this many rows; those that several numbers of rows share are made once."""
-        chosen = self.choice(rows, dtype)
-        key = (chosen.path, dtype, *sorted(chosen.tile.items()))
-        if key not in self._opened:
-            self._opened[key] = open_path(chosen.path, self.weight, dtype, chosen.tile)
-        return self._opened[key]
+        Raises:
+            YardstickError: the inputs are of another width or no floating-point numbers, or the path has no gradient.
+        """
+        if inputs.ndim == 0 or inputs.shape[-1] != self.in_features:
+            raise YardstickError(
+                f"a packed matrix of {self.in_features} columns cannot take inputs {list(inputs.shape)}"
+            )
+        flat = inputs.reshape(-1, self.in_features)
+        if not len(flat):
+            return inputs.new_zeros(*inputs.shape[:-1], self.out_features)
+        out = self.path(len(flat), inputs.dtype)(flat).view(*inputs.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def path(self, rows: int, dtype: torch.dtype) -> Path:
+        """The path for this many rows, ready; those that several numbers of rows share are made once."""
+        asked = (rows, dtype)
+        if asked not in self._chosen:  # looked up once: a step of decoding takes as long as some lookups
+            chosen = self.choice(rows, dtype)
+            key = (chosen.path, dtype, *sorted(chosen.tile.items()))
+            if key not in self._opened:
+                self._opened[key] = open_path(chosen.path, self.packed, dtype, chosen.tile)
+            self._chosen[asked] = self._opened[key]
+        return self._chosen[asked]
+
+    def _forget(self) -> None:
+        """Drop what was made of a matrix that is no longer this one."""
+        self._chosen: dict[tuple[int, torch.dtype], Path] = {}
+        self._opened: dict[tuple, Path] = {}
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        if name in STORED:
+            self._forget()
 
     def _apply(self, move: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "QuantLinear":
-        # a module's .to(dtype) would round codes' scales; only the device is followed
-        device = move(torch.empty(0, device=self.weight.codes.device)).device
-        self.weight, self._chosen, self._opened = self.weight.to(device), {}, {}
+        device = move(torch.empty(0, device=self.codes.device)).device
+        for name in STORED:
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).to(device))
         self.bias = None if self.bias is None else move(self.bias)
         return self
 
+    def _load_from_state_dict(self, *arguments) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._forget()
+
     def extra_repr(self) -> str:
-        kind = "symmetric " if self.weight.minima is None else ""
-        return f"{self.in_features} to {self.out_features}, {kind}int4 in groups of {self.weight.group_size}"
+        kind = "symmetric " if self.minima is None else ""
+        return f"{self.in_features} to {self.out_features}, {kind}int4 in groups of {self.group_size}"
 
 
 def explain(module: torch.nn.Module, rows: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[str]:
-    """A line for each packed matrix of a module: which path it takes for inputs of this many rows, and why."""
+    """A line for each packed matrix of a module: which path it takes for inputs of this many rows, and why.
+
+    Raises:
+        YardstickError: a layer was made for a path that does not take this many rows.
+    """
     for name, layer in module.named_modules():
         if isinstance(layer, QuantLinear):
             chosen = layer.choice(rows, dtype)

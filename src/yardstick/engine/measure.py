@@ -11,7 +11,7 @@ ROUNDS, LONG_SECONDS = 7, 0.5
 ROUND_SECONDS = {"cpu": 0.04, "cuda": 0.005}
 # weights that are multiplied in turn must not fit into a cache: in a model each is read once a token
 BEYOND_CACHE = {"cpu": 150e6, "cuda": 400e6}
-MOST_COPIES = 64
+MOST_COPIES = 1024
 COPY_BYTES = {"cpu": 256 * 2**20, "cuda": 2 * 2**30}
 
 

@@ -26,12 +26,31 @@ class Path(ABC):
 
     name: str
     rows = range(1, 2**31)  # how many rows of inputs it takes
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    has_gradient = False  # of its inputs
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
+        self.in_features = weight.in_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product.
+
+        Raises:
+            YardstickError: the inputs do not fit, or a gradient is wanted that the path does not have.
+        """
+        if x.ndim != 2 or x.shape[1] != self.in_features or len(x) not in self.rows:
+            raise YardstickError(
+                f"path {self.name} takes {self.rows.start} to {self.rows[-1]} rows of {self.in_features}, not inputs "
+                f"{list(x.shape)}"
+            )
+        if x.requires_grad and not self.has_gradient and torch.is_grad_enabled():
+            raise YardstickError(
+                f"path {self.name} has no gradient; run it under torch.no_grad(), or ask for the path dense"
+            )
+        return self.multiply(x)
 
     @abstractmethod
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None: ...
-
-    @abstractmethod
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
 
     @property
     @abstractmethod
@@ -46,11 +65,14 @@ class Path(ABC):
 
 class Dequantize(Path):
     name = "dequantize"
+    dtypes = (*Path.dtypes, torch.float64)
+    has_gradient = True
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
+        super().__init__(weight, dtype, tile)
         self.weight = weight
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.dequantize().to(x.dtype))
 
     @property
@@ -60,11 +82,14 @@ class Dequantize(Path):
 
 class Dense(Path):
     name = "dense"
+    dtypes = (*Path.dtypes, torch.float64)
+    has_gradient = True
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
+        super().__init__(weight, dtype, tile)
         self.values = weight.dequantize().to(dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.values)
 
     @property
@@ -83,7 +108,8 @@ class Int4Pack(Path):
     ROWS = 16  # the operator takes multiples of it
 
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
-        self.out_features, self.in_features = weight.out_features, weight.in_features
+        super().__init__(weight, dtype, tile)
+        self.out_features = weight.out_features
         groups, self.group_size = weight.scales.shape[1], weight.group_size
         self.columns = groups * self.group_size
         rows = -(-self.out_features // self.ROWS) * self.ROWS
@@ -99,7 +125,7 @@ class Int4Pack(Path):
         both = torch.stack((F.pad(scales, (0, 0, 0, fill)), F.pad(zeros, (0, 0, 0, fill))), dim=-1)
         self.scales = both.transpose(0, 1).contiguous().to(dtype)  # [groups, rows, 2]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         padded = F.pad(x, (0, self.columns - self.in_features)).contiguous()
         found = torch.ops.aten._weight_int4pack_mm_for_cpu(padded, self.codes, self.group_size, self.scales)
         return found[:, : self.out_features]
@@ -144,9 +170,10 @@ class Gemv(TritonPath):
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
         from yardstick.engine.kernels.gemv import gemv
 
+        super().__init__(weight, dtype, tile)
         self.weight, self.kernel, self.tile = weight, gemv, tile or self.tile
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x.contiguous(), self.weight, **self.tile).to(x.dtype)
 
     @property
@@ -161,6 +188,7 @@ class Gemm(Gemv):
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
         from yardstick.engine.kernels.gemm import gemm
 
+        Path.__init__(self, weight, dtype, tile)
         self.weight, self.kernel, self.tile = weight, gemm, tile or self.tile
 
 
@@ -171,11 +199,12 @@ class Shuffled(TritonPath):
     def __init__(self, weight: PackedWeight, dtype: torch.dtype, tile: dict[str, int]) -> None:
         from yardstick.engine.kernels.shuffled import shuffle, shuffled_gemm
 
+        super().__init__(weight, dtype, tile)
         settings = dict(tile or self.tile)
         self.weight, self.kernel = shuffle(weight, settings.pop("rows")), shuffled_gemm
         self.settings = settings
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.kernel(x.contiguous(), self.weight, **self.settings).to(x.dtype)
 
     @property
@@ -192,8 +221,20 @@ def open_path(name: str, weight: PackedWeight, dtype: torch.dtype, tile: dict[st
     Raises:
         YardstickError: there is no such path, or it cannot take the matrix here.
     """
+    cls = find_path(name, weight)
+    if dtype not in cls.dtypes:
+        raise YardstickError(f"path {name} takes inputs of {', '.join(map(str, cls.dtypes))}, not of {dtype}")
+    return cls(weight, dtype, tile or {})
+
+
+def find_path(name: str, weight: PackedWeight) -> type[Path]:
+    """A path by name.
+
+    Raises:
+        YardstickError: there is no such path, or it cannot take the matrix here.
+    """
     if name not in PATHS:
         raise YardstickError(f"there is no path {name!r} through the engine; there are {', '.join(PATHS)}")
     if reason := PATHS[name].refusal(weight, weight.codes.device):
         raise YardstickError(f"path {name}: {reason}")
-    return PATHS[name](weight, dtype, tile or {})
+    return PATHS[name]
