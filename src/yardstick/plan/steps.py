@@ -255,6 +255,7 @@ class ModelPlan(TaskSteps):
         states = 2 * 4 * self.sequences * self.calibration_length * config.hidden_size
         # codes of now and of the best; parameters, gradients, moments and sizes of both kinds, in fp32
         kept = 2 * weights + 4 * 12 * groups + heads + states
+        kept += 6 * weights if recipe["code_rate"] else 0  # positions in fp32 and their momentum in bf16
         memory = PROCESS + kept + (graph if whole else graph // config.num_layers + layer_bytes(config, 4))
         reads, size = 2 * self.model_bytes + self.candidate_size(name), self.candidate_size(name)
         seconds = START_SECONDS + reads / rates.disk + operations / (GPTQ_SHARE * rates.products["float32"])
