@@ -292,6 +292,7 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
     missing = [model for model in experiment.models if config["baseline"] not in experiment.candidates_of(model)]
     if missing:
         raise YardstickError(f"config: baseline: {config['baseline']!r} is not made for the model {missing[0]}")
+    _resolve_starts(experiment.variants)
     for name, recipe in experiment.variants.items():
         try:
             re.compile(recipe["keep_bf16"] or "")
@@ -337,6 +338,26 @@ def _check_tasks(experiment: Experiment) -> None:
             raise YardstickError(
                 f"config: gsm8k.servers.{name}.models: there is no model {missing[0]} (known: {known})"
             )
+
+
+def _resolve_starts(variants: dict[str, dict]) -> None:
+    """Give every variant that starts from another the packing of that one: its group size and what it keeps in bf16.
+
+    Raises:
+        YardstickError: a start is no variant, or leads back to where it came from.
+    """
+    for name, recipe in variants.items():
+        seen, first = [name], name
+        while "start" in variants[first]:
+            first = variants[first]["start"]
+            if first not in variants:
+                known = ", ".join(variants)
+                raise YardstickError(f"config: variants.{seen[-1]}.start: there is no variant {first} (known: {known})")
+            if first in seen:
+                raise YardstickError(f"config: variants.{name}.start: leads to itself ({' -> '.join([*seen, first])})")
+            seen.append(first)
+        for key in ("group_size", "keep_bf16"):
+            recipe.setdefault(key, variants[first][key])
 
 
 def _check_part(experiment: Experiment, name: str, part: dict) -> None:

@@ -48,12 +48,25 @@ def test_default_config_is_whole():
         (
             "variants/rtn-g32/method",
             "magic",
-            r"config.variants.rtn-g32.method: must be one of rtn, gptq \(got 'magic'\)",
+            r"config.variants.rtn-g32.method: must be one of rtn, gptq, distill \(got 'magic'\)",
         ),
         ("variants/rtn-g32/group_size", 1, "config.variants.rtn-g32.group_size: 1 is less than the minimum of 2"),
         ("variants/rtn-g32/group_size", "32", "config.variants.rtn-g32.group_size: '32' is not of type 'integer'"),
         ("variants/rtn-g32", 7, "config.variants.rtn-g32.method: must be one of"),
         ("variants/rtn-g32/keep_bf16", "(", "variants.rtn-g32.keep_bf16: not a regular expression"),
+        ("variants/kd", {"method": "distill"}, "config.variants.kd: key 'start' is missing"),
+        (
+            "variants/kd",
+            {"method": "distill", "start": "rtn-g96"},
+            r"config: variants.kd.start: there is no variant rtn-g96 \(known: rtn-g32",
+        ),
+        (
+            "variants/kd",
+            {"method": "distill", "start": "kd"},
+            r"config: variants.kd.start: leads to itself \(kd -> kd\)",
+        ),
+        ("variants/kd", {"method": "distill", "start": "rtn-g32", "held_out": 1}, "variants.kd.held_out: 1 is"),
+        ("variants/kd", {"method": "distill", "start": "rtn-g32", "group_size": 32}, "unknown key 'group_size'"),
         ("variants/a b", {"method": "rtn"}, "name 'a b'"),
         ("variants/noise-hf", {"method": "rtn"}, "candidate name noise-hf is reserved"),
         ("variants/reference", {"method": "rtn"}, "candidate name reference is reserved"),
@@ -325,3 +338,15 @@ def test_an_attribution_of_nothing_that_is_measured_is_refused():
     with pytest.raises(YardstickError, match="config.attribution.by: 'column' is not one of"):
         load_experiment(with_parts({}, {"candidates": [], "by": ["column"]}))
     assert load_experiment(changed("attribution", None)).attributed("smollm2-135m") == []
+
+
+def test_a_variant_that_starts_from_another_has_its_packing():
+    chain = {"kd": {"method": "distill", "start": "first"}, "first": {"method": "distill", "start": "kept"}}
+    kept = {"method": "gptq", "group_size": 48, "keep_bf16": "lm_head"}
+    config = changed("variants", CONFIG["variants"] | chain | {"kept": kept})
+    variants = load_experiment(config).variants
+    for name in ("kd", "first"):
+        assert variants[name]["group_size"] == 48 and variants[name]["keep_bf16"] == "lm_head"
+    loop = {"a": chain["kd"] | {"start": "b"}, "b": {"method": "distill", "start": "a"}}
+    with pytest.raises(YardstickError, match="variants.a.start: leads to itself .a -> b -> a"):
+        load_experiment(changed("variants", CONFIG["variants"] | loop))

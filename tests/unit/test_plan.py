@@ -235,3 +235,19 @@ def test_parts_and_attributions_are_steps():
     assert step.memory < 3e9
     del plan.experiment.config["attribution"]
     assert not [step.name for step in plan.steps() if step.name.startswith("attribute")]
+
+
+def test_a_distilled_variant_is_planned():
+    config = yaml.safe_load(Path("config/config.yaml").read_text())
+    config["variants"]["kd"] = {"method": "distill", "start": "gptq-g128-mse"}
+    config["variants"]["kd-long"] = {"method": "distill", "start": "kd", "steps": 128}
+    config["variants"]["kd-codes"] = {"method": "distill", "start": "gptq-g128-mse", "code_rate": 0.01}
+    plan = ModelPlan(load_experiment(config), "smollm2-135m", RATES)
+    steps = {step.name: step for step in plan.steps()}
+    short, long = steps["quantize kd"], steps["quantize kd-long"]
+    assert short.disk == long.disk == steps["quantize gptq-g128-mse"].disk and short.memory == long.memory
+    # a step of 1024 tokens: 3 x 2 x 106 million weights of the body, 4 x 2 x 28 million of the head, attention, scores
+    operations = (long.seconds - short.seconds) / 64 * 0.45 * 50e12
+    assert 0.9e12 < operations < 1.05e12
+    assert 1.5e9 < short.memory < 3.2e9
+    assert steps["quantize kd-codes"].memory - short.memory == pytest.approx(6 * 134.5e6, rel=1e-3)

@@ -198,3 +198,23 @@ def test_a_config_file_of_ones_own_replaces_the_default(tree):
     )
     assert "Measuring rtn-g32 of other" in planned
     assert not [message for message in planned if "tiny" in message]
+
+
+def test_a_distilled_variant_begins_with_anothers_checkpoint(tree):
+    tree.config["variants"]["kd"] = {"method": "distill", "start": "rtn-g32", "steps": 4, "batch_tokens": 256}
+    tree.config["variants"]["kd"] |= {"rate": 0.003, "code_rate": 0.05, "score_every": 2}
+    tree.write_config()
+    tree.must_run("results/quality/tiny/kd/summary.json")
+    folder = tree.folder / "results/quality/tiny/kd"
+    record = json.loads((folder / "quantize.json").read_text())
+    curve = record["distillation"]["curve"]
+    assert [point["step"] for point in curve] == [0, 2, 4] and len(record["inputs"]["start"]) == 64
+    assert min(point["held_out"] for point in curve) < curve[0]["held_out"]
+    assert summary(tree, "kd")["schemes"] == summary(tree, "rtn-g32")["schemes"]
+    assert summary(tree, "kd")["kl"]["mean"] < summary(tree, "rtn-g32")["kl"]["mean"]
+    assert not {"teacher.safetensors", "training.safetensors"} & {
+        path.name for path in (folder / "checkpoint").iterdir()
+    }
+    tree.config["variants"]["rtn-g32"]["mse"] = True
+    tree.write_config()
+    assert "Quantizing tiny as kd" in tree.planned()

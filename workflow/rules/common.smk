@@ -86,6 +86,12 @@ def calibration_sequences(wildcards):
     return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
 
 
+def start_checkpoint(wildcards):
+    """The checkpoint that a method begins with, where it needs another variant's."""
+    start = EXPERIMENT.variants[wildcards.variant].get("start")
+    return [f"results/quality/{wildcards.model}/{start}/checkpoint/model.safetensors.index.json"] if start else []
+
+
 def stamps(paths):
     """Sizes and times of files: one that is replaced by an older one is seen too."""
     found = [(path, os.stat(path)) for path in paths if os.path.exists(path)]

@@ -6,6 +6,7 @@ rule quantize_variant:
         code=method_code,
         model="data/models/{model}/manifest.json",
         calibration=calibration_sequences,
+        start=start_checkpoint,
     output:
         index="results/quality/{model}/{variant}/checkpoint/model.safetensors.index.json",
         record="results/quality/{model}/{variant}/quantize.json",
@@ -20,8 +21,9 @@ rule quantize_variant:
     params:
         recipe=lambda w: as_json(EXPERIMENT.variants[w.variant]),
         calibration=lambda w: " ".join(f"--calibration {path}" for path in calibration_sequences(w)),
+        start=lambda w: " ".join(f"--start {path}" for path in start_checkpoint(w)),
     message:
         "Quantizing {wildcards.model} as {wildcards.variant}"
     shell:
         "python -m yardstick.cli.quantize --recipe {params.recipe:q} --model {input.model} {params.calibration}"
-        " --output {output.index} --record {output.record} --log {log}"
+        " {params.start} --output {output.index} --record {output.record} --log {log}"

@@ -25,10 +25,13 @@ def main(arguments) -> None:
     inputs = {"model": original.digest}
     if arguments.calibration:
         inputs["calibration"] = sha256_file(arguments.calibration)
+    start = {"start": arguments.start} if arguments.start else {}
+    if start:
+        inputs["start"] = sha256_file(arguments.start)
     proof = {"recipe": recipe, "inputs": inputs, "code_sha256": code_digest("yardstick.cli.quantize", module)}
     writer = PackedWriter(arguments.output.parent, sha256_text(canonical_json(proof)))
     method = importlib.import_module(module)
-    shards = method.quantize_model(original.source, original.config, recipe, writer, arguments.calibration)
+    shards = method.quantize_model(original.source, original.config, recipe, writer, arguments.calibration, **start)
     reports = writer.finish(shards, recipe, original.folder)
     not_below = [r["name"] for r in reports if r["output_error"] >= r["output_error_rtn"]]
     if reports:
@@ -38,7 +41,7 @@ def main(arguments) -> None:
         )
     write_json(
         arguments.record,
-        {**proof, "versions": package_versions(), "matrices": reports, "not_below_rtn": not_below},
+        {**proof, "versions": package_versions(), "matrices": reports, "not_below_rtn": not_below} | writer.facts,
     )
 
 
@@ -46,6 +49,7 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--calibration", type=Path, help="calibration sequences, where the method uses them")
+    arguments.add_argument("--start", type=Path, help="index of the packed checkpoint that the method begins with")
     arguments.add_argument("--output", type=Path, required=True, help="index of the checkpoint to write")
     arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
     run_step(main, arguments)

@@ -35,6 +35,7 @@ from yardstick.plan.step import (
     Step,
 )
 from yardstick.plan.tasks import TaskSteps
+from yardstick.quantize.run_distill import GRAPH_BYTES, graph_bytes
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
 
 
@@ -93,7 +94,8 @@ class ModelPlan(TaskSteps):
             steps.append(self.probe_inputs())
         for name, recipe in recipes.items():
             if name in self.experiment.variants:
-                steps.append(self.rtn(name, recipe) if recipe["method"] == "rtn" else self.gptq(name, recipe))
+                quantize = {"rtn": self.rtn, "gptq": self.gptq, "distill": self.distill}[recipe["method"]]
+                steps.append(quantize(name, recipe))
             elif recipe["kind"] == "gguf":
                 steps.append(self.gguf(name))
             elif recipe["kind"] == "hub":
@@ -230,6 +232,33 @@ class ModelPlan(TaskSteps):
         if recipe["mse"]:  # its trials hold several copies of one group of all rows
             seconds += 33 * RTN_SECONDS * parameters(config)
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]
+        return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)
+
+    def distill(self, name: str, recipe: dict) -> Step:
+        config, rates = self.config, self.rates
+        batch = max(1, recipe["batch_tokens"] // self.calibration_length)
+        held = max(1, round(self.sequences * recipe["held_out"]))
+        scores = 1 + -(-recipe["steps"] // recipe["score_every"])
+        body, head = (
+            forward_operations(config, 1, self.calibration_length),
+            prod((config.vocab_size, config.hidden_size)),
+        )
+        head *= 2 * self.calibration_length
+        graph = graph_bytes(config, batch * self.calibration_length)
+        whole = graph <= GRAPH_BYTES
+        # a backward is two products for each of the forward; the teacher's logits are made anew each time
+        operations = recipe["steps"] * batch * ((3 if whole else 4) * body + 4 * head)
+        operations += scores * held * (body + 2 * head) + self.sequences * body
+        weights = sum(prod(shape) for shape in matrices(config).values())
+        groups = -(-weights // recipe["group_size"])
+        heads = 3 * 4 * config.vocab_size * config.hidden_size
+        states = 2 * 4 * self.sequences * self.calibration_length * config.hidden_size
+        # codes of now and of the best; parameters, gradients, moments and sizes of both kinds, in fp32
+        kept = 2 * weights + 4 * 12 * groups + heads + states
+        kept += 6 * weights if recipe["code_rate"] else 0  # positions in fp32 and their momentum in bf16
+        memory = PROCESS + kept + (graph if whole else graph // config.num_layers + layer_bytes(config, 4))
+        reads, size = 2 * self.model_bytes + self.candidate_size(name), self.candidate_size(name)
+        seconds = START_SECONDS + reads / rates.disk + operations / (GPTQ_SHARE * rates.products["float32"])
         return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)
 
     def gguf(self, name: str) -> Step:

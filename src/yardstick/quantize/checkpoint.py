@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,6 +30,8 @@ class PackedWriter:
         self._tensors: dict[str, torch.Tensor] = {}
         self._schemes: dict[str, dict] = {}
         self._reports: list[dict] = []
+        # what else the record says of the checkpoint, by key; kept in every shard that is finished after
+        self.facts: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def add_quantized(self, name: str, codes, scales, minima, group_size: int, report: dict | None = None) -> None:
@@ -53,6 +56,8 @@ class PackedWriter:
     def finish_shard(self, shard: str) -> None:
         """Write the shard and forget its tensors."""
         record = {"digest": self.digest, "schemes": self._schemes, "reports": self._reports}
+        if self.facts:
+            record["facts"] = self.facts
         with atomic_path(self._path(shard)) as temporary:
             save_file(self._tensors, temporary, metadata=one_key_metadata(record))
         self._tensors, self._schemes, self._reports = {}, {}, []
@@ -71,6 +76,20 @@ class PackedWriter:
             names = list(bundle.keys())
             return {name: bundle.get_tensor(name) for name in names}, _record(bundle)["schemes"]
 
+    def save_state(self, name: str, tensors: dict[str, torch.Tensor], record: dict) -> None:
+        """Keep what a stopped run goes on with beside the shards, until they are finished."""
+        tensors = {key: value.cpu().contiguous() for key, value in tensors.items()}
+        with atomic_path(self._path(name)) as temporary:
+            save_file(tensors, temporary, metadata=one_key_metadata({"digest": self.digest} | record))
+
+    def load_state(self, name: str) -> tuple[dict[str, torch.Tensor], dict] | None:
+        """Tensors and record of `save_state`, where they are whole and carry our digest."""
+        if not self.has_shard(name):
+            return None
+        with safe_open(self._path(name), framework="pt") as bundle:
+            names = list(bundle.keys())
+            return {key: bundle.get_tensor(key) for key in names}, _record(bundle)
+
     def finish(self, shards: Iterable[str], recipe: dict, model_folder: Path) -> list[dict]:
         """Write config.json, tokenizer and the index; delete shards of earlier runs. Returns the reports."""
         weight_map, schemes, digests, reports, total = {}, {}, {}, [], 0
@@ -81,6 +100,7 @@ class PackedWriter:
                 record = _record(bundle)
                 schemes.update(record["schemes"])
                 reports.extend(record["reports"])
+                self.facts |= record.get("facts", {})
             digests[path.name] = sha256_file(path)
             total += path.stat().st_size
         for path in self.folder.glob("*.safetensors"):
