@@ -3,4 +3,5 @@
 METHODS = {
     "rtn": "yardstick.quantize.run_rtn",
     "gptq": "yardstick.quantize.run_gptq",
+    "gptq-refined": "yardstick.quantize.run_refined",
 }

@@ -1,0 +1,167 @@
+"""Quantize a model with refined GPTQ: fitted ranges and codes, and targets that make up for the errors before.
+
+As in `run_gptq` calibration sequences are walked through the blocks once and every matrix sees the outputs of the
+quantized matrices before it. A second stream of hidden states goes through the original matrices, beside it: what a
+matrix should give is what the original one gives of the original's input (see `drift`).
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from yardstick.corpora.load import load_calibration
+from yardstick.models.config import ModelConfig
+from yardstick.models.layers import block_stages, run_block
+from yardstick.models.parts import Stages, linear, norm, rotary_table
+from yardstick.models.prefill import embed, load_layer, pick_device
+from yardstick.progress import progress
+from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.drift import Drift
+from yardstick.quantize.gptq import gptq, output_error
+from yardstick.quantize.grid import Grid, round_to_nearest
+from yardstick.quantize.hessian import inverse_factor
+from yardstick.quantize.pack import dequantize
+from yardstick.quantize.refine import damped, price, refine, search_ranges
+from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE, GptqRun, stored_layer
+from yardstick.sources.base import TensorSource
+
+
+class RefinedRun(GptqRun):
+    """State of one run: recipe, writer and device."""
+
+    def __init__(self, recipe: dict, writer: PackedWriter) -> None:
+        super().__init__(recipe | {"mse": False, "act_order": True}, writer)
+
+    def quantize_drifted(self, names: list[str], matrices: list[torch.Tensor], drift: Drift) -> list[torch.Tensor]:
+        """Quantize matrices that share an input as one; adds them to the shard and returns them dequantized, fp32."""
+        recipe, size = self.recipe, self.grid.group_size
+        hessian = drift.hessian.mean(names[0])
+        factor, damping = inverse_factor(hessian, recipe["damping"], names[0])
+        if damping != recipe["damping"]:
+            print(f"{names[0]}: damping raised to {damping:g}", file=sys.stderr)
+        weights = torch.cat([matrix.float() for matrix in matrices])
+        target = drift.target(weights, factor, recipe["drift"], recipe["residual"])
+        ranges = search_ranges(target, price(factor), size)
+        codes = gptq(target, hessian, self.grid, True, damping, names[0], ranges).codes
+        steady = damped(hessian, damping)
+        codes, scales, minima = refine(target, codes, *ranges, steady, size, recipe["rounds"])
+        restored = dequantize(codes, scales, minima, size)
+        nearest = dequantize(*round_to_nearest(weights, Grid(size)), size)
+        start = 0
+        for name, matrix in zip(names, matrices, strict=True):
+            rows = slice(start, start + len(matrix))
+            start += len(matrix)
+            report = {
+                "output_error": output_error(target[rows], restored[rows], hessian),
+                "output_error_rtn": output_error(target[rows], nearest[rows], hessian),
+                "weight_error": float((weights[rows] - restored[rows]).square().sum(dtype=torch.float64)),
+                "weight_error_rtn": float((weights[rows] - nearest[rows]).square().sum(dtype=torch.float64)),
+                "damping": damping,
+            }
+            self.writer.add_quantized(name, codes[rows], scales[rows], minima[rows], size, report)
+        return list(restored.split([len(matrix) for matrix in matrices]))
+
+
+def quantize_model(
+    source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path
+) -> list[str]:
+    """Write all shards of the checkpoint, going on after those that are there; returns their names."""
+    device, dtype = pick_device(), torch.float32
+    run = RefinedRun(recipe, writer)
+    input_ids = load_calibration(calibration)
+    hidden = embed(source, config, input_ids, dtype, device)
+    original = hidden.clone()
+    rotary = rotary_table(config, input_ids.shape[1], device, dtype)
+    shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
+    with progress("refined gptq", input_ids.numel(), passes=config.num_layers) as done:
+        for layer, shard in enumerate(shards):
+            exact = load_layer(source, config, layer, dtype, device)
+            if writer.has_shard(shard):
+                weights = stored_layer(writer, shard, config, layer, device)
+                for states, matrices in ((original, exact), (hidden, weights)):
+                    for batch in batches_of(states):
+                        states[batch] = run_block(states[batch], matrices, config, config.layer_kind(layer), rotary)
+            else:
+                quantize_layer(run, source, config, layer, exact, original, hidden, rotary)
+                writer.finish_shard(shard)
+            done(input_ids.numel())
+    shards.append("rest")
+    if not writer.has_shard("rest"):
+        quantize_rest(run, source, config, original, hidden)
+        writer.finish_shard("rest")
+    return shards
+
+
+def advance(stages: Stages, states: torch.Tensor) -> tuple[tuple[str, ...], torch.Tensor | None]:
+    """The next stop of a block: names of matrices and their input; at its end no names, and its output in `states`."""
+    try:
+        return next(stages)
+    except StopIteration as stop:
+        states.copy_(stop.value)
+        return (), None
+
+
+def batches_of(states: torch.Tensor) -> list[slice]:
+    """Slices of a few sequences at a time."""
+    return [slice(start, start + SEQUENCES_AT_ONCE) for start in range(0, len(states), SEQUENCES_AT_ONCE)]
+
+
+def quantize_layer(run: RefinedRun, source, config: ModelConfig, layer: int, exact, original, hidden, rotary) -> None:
+    """Quantize one layer stage by stage; both streams of hidden states are replaced by the layer's outputs."""
+    kind, weights = config.layer_kind(layer), dict(exact)
+    pairs = [
+        (
+            batch,
+            block_stages(original[batch], exact, config, kind, rotary),
+            block_stages(hidden[batch], weights, config, kind, rotary),
+        )
+        for batch in batches_of(hidden)
+    ]
+    residual = original - hidden
+    quantized = set()
+    while True:
+        drift, names, inputs = None, (), []
+        for batch, theirs, ours in pairs:
+            names, before = advance(theirs, original[batch])
+            _, after = advance(ours, hidden[batch])
+            if not names:
+                continue
+            into_residual = len(names) == 1 and len(exact[f"{names[0]}.weight"]) == config.hidden_size
+            drift = drift or Drift(after.shape[-1], after.device)
+            drift.add(before, after, residual[batch] if into_residual else None)
+            if into_residual:
+                inputs.append((before, after))
+            del before, after
+        if drift is None:
+            break
+        chosen = [f"{n}.weight" for n in names if not run.kept(config.layer_name(layer, f"{n}.weight"))]
+        if chosen:
+            full = [config.layer_name(layer, name) for name in chosen]
+            weights.update(
+                zip(chosen, run.quantize_drifted(full, [exact[name] for name in chosen], drift), strict=True)
+            )
+            quantized.update(chosen)
+        for (batch, *_), (before, after) in zip(pairs, inputs, strict=False):
+            residual[batch] += linear(before, exact, names[0]) - linear(after, weights, names[0])
+    for name in config.layer_tensors(layer):
+        if name not in quantized:
+            tensor = source.get(config.layer_name(layer, name))
+            is_kept = name.removesuffix(".weight") in config.layer_linears(layer)
+            add = run.writer.add_kept if is_kept else run.writer.add_plain
+            add(config.layer_name(layer, name), tensor)
+
+
+def quantize_rest(run: RefinedRun, source: TensorSource, config: ModelConfig, original, hidden) -> None:
+    """The output head on final-normed states; embedding and final norm as they are."""
+    for name in (config.embedding_name, config.final_norm_name):
+        run.writer.add_plain(name, source.get(name))
+    head = source.get(config.head_name)
+    if run.kept("lm_head.weight"):
+        run.writer.add_kept("lm_head.weight", head, config.tied_head)
+        return
+    gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
+    drift = Drift(hidden.shape[-1], hidden.device)
+    for batch in batches_of(hidden):
+        drift.add(norm(original[batch], gain, config), norm(hidden[batch], gain, config))
+    run.quantize_drifted(["lm_head.weight"], [head.to(hidden.device)], drift)
