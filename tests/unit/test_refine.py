@@ -74,7 +74,7 @@ def test_range_search_is_never_worse_than_the_whole_range_and_mostly_better_than
 
 
 def test_range_search_gives_up_the_columns_that_do_not_matter():
-    """Fifteen even steps and one far outlier: where the outlier has no weight the steps are hit, else it widens them."""
+    """Fifteen even steps and an outlier: where the outlier has no weight the steps are hit, else it widens them."""
     weights = torch.cat((torch.arange(16) / 16 - 0.5, torch.tensor([0.8])))[None]
     importance = torch.ones(17)
     wide = search_ranges(weights, importance * 1.0, 17)[0]
@@ -189,24 +189,53 @@ def test_no_rounds_change_nothing():
     assert torch.equal(same[0], codes) and torch.equal(same[1].float(), scales) and torch.equal(same[2].float(), minima)
 
 
-def test_target_is_the_least_squares_fit_of_the_original_output():
+def streams(tokens=200, features=12):
+    """Original and quantized inputs of four batches, and what is missing in the residual stream of width 5."""
     torch.manual_seed(1)
-    original = torch.randn(2, 200, 12)
-    after = original @ (torch.eye(12) + 0.2 * torch.randn(12, 12)) + 0.1 * torch.randn(2, 200, 12)
-    gap, weights = torch.randn(2, 200, 5) + after[..., :5], torch.randn(5, 12)
+    after = torch.randn(4, tokens, features)
+    original = after @ (torch.eye(features) + 0.2 * torch.randn(features, features)) + 3 * torch.randn_like(after)
+    return original, after, 3 * torch.randn(4, tokens, 5) + 0.3 * after[..., :5]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_target_is_a_ridge_regression_with_the_strength_of_two_fold_cross_validation(with_residual):
+    """In fp64 from the tokens themselves; a ridge is that many more tokens, whose output is 0."""
+    (original, after, gap), weights = streams(tokens=15), torch.randn(5, 12)
     drift = Drift(12)
-    for part in range(2):
-        drift.add(original[part], after[part], gap[part])
-    factor = factor_of(drift.hessian.mean("w"))
-    flat, flat_original, flat_gap = (states.flatten(0, 1).double() for states in (after, original, gap))
-    wanted = flat_original @ weights.double().T
-    fit = torch.linalg.lstsq(flat, wanted).solution.T.float()
-    torch.testing.assert_close(drift.target(weights, factor, 1.0, 0.0), fit, rtol=1e-3, atol=1e-4)
-    both = torch.linalg.lstsq(flat, wanted + flat_gap).solution.T.float()
-    torch.testing.assert_close(drift.target(weights, factor, 1.0, 1.0), both, rtol=1e-3, atol=1e-4)
-    half = drift.target(weights, factor, 0.5, 0.0)
-    torch.testing.assert_close(half, (weights + fit) / 2, rtol=1e-3, atol=1e-4)
-    assert torch.equal(drift.target(weights, factor, 0.0, 0.0), weights)
+    for batch in range(4):
+        drift.add(original[batch], after[batch], gap[batch] if with_residual else None)
+    missing = (original - after).double() @ weights.double().T + (gap.double() if with_residual else 0)
+
+    def regression(batches):
+        x, m = after[batches].flatten(0, 1).double(), missing[batches].flatten(0, 1)
+        ridge = x.square().sum(0).mean().sqrt() * torch.eye(12, dtype=torch.float64)
+        return torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((m, torch.zeros(12, 5).double()))).solution.T
+
+    def left(strength):
+        """Squared error of what each half has learned, in the other."""
+        return sum(
+            float((missing[there] - strength * after[there].double() @ regression(here).T).square().sum())
+            for here, there in (([0, 2], [1, 3]), ([1, 3], [0, 2]))
+        )
+
+    target, strength = drift.target(weights, "w")
+    single = strength / (2 - strength)
+    assert 0.1 < single < 1 and left(single) < min(left(single - 0.01), left(min(single + 0.01, 1)))
+    expected = weights.double() + strength * regression([0, 1, 2, 3])
+    torch.testing.assert_close(target.double(), expected, rtol=1e-4, atol=1e-5)
+    flat = after.flatten(0, 1)
+    torch.testing.assert_close(drift.hessian("w"), flat.T @ flat / len(flat))
+
+
+def test_nothing_is_corrected_where_nothing_is_missing_or_halves_disagree():
+    original, after, _ = streams()
+    weights, same, opposed = torch.randn(5, 12), Drift(12), Drift(12)
+    for batch in range(4):
+        same.add(after[batch], after[batch])
+        opposed.add(after[batch] + (-1) ** batch * original[batch], after[batch])
+    for drift in (same, opposed):
+        target, strength = drift.target(weights, "w")
+        assert strength == 0 and torch.equal(target, weights)
 
 
 LENGTH = 24
@@ -216,7 +245,7 @@ LENGTH = 24
 def tiny(request, tmp_path_factory):
     """A tiny model and calibration sequences for it."""
     folder = tmp_path_factory.mktemp(request.param)
-    layers = {"layers": 4} if request.param == "qwen3_5" else {"layers": 3}
+    layers = {"layers": 2, "layer_types": ["linear_attention", "full_attention"]} if request.param == "qwen3_5" else {}
     original = open_folder(write_tiny_model(folder / "model", request.param, tied=True, **layers))
     ids = torch.randint(0, 512, (12, LENGTH), generator=torch.Generator().manual_seed(4))
     write_arrays(folder / "calib.npz", {"text": ids.numpy()})
@@ -249,14 +278,16 @@ def state_error(tiny, source):
 
 
 def test_each_part_brings_the_states_of_a_model_nearer_to_the_originals(tiny, tmp_path):
-    plain, reports = run(tiny, tmp_path / "plain", rounds=0, drift=0.0, residual=0.0)
-    refined, _ = run(tiny, tmp_path / "refined", drift=0.0, residual=0.0)
-    drifted, _ = run(tiny, tmp_path / "drifted", residual=0.0)
-    both, _ = run(tiny, tmp_path / "both")
-    errors = [state_error(tiny, source) for source in (plain, refined, drifted, both)]
-    assert errors == sorted(errors, reverse=True) and errors[3] < 0.9 * errors[0]
-    assert all(report["output_error"] < report["output_error_rtn"] for report in reports)
+    plain, reports = run(tiny, tmp_path / "plain", rounds=0, drift=False)
+    refined, _ = run(tiny, tmp_path / "refined", drift=False)
+    drifted, corrected = run(tiny, tmp_path / "drifted")
+    errors = [state_error(tiny, source) for source in (plain, refined, drifted)]
+    assert errors == sorted(errors, reverse=True) and errors[2] < 0.95 * errors[0]
+    for report in (*reports, *corrected):
+        assert report["output_error"] < report["output_error_rtn"]
     assert {report["name"] for report in reports} == {*tiny[0].config.body_matrices(), "lm_head.weight"}
+    assert {report["drift_strength"] for report in reports} == {0.0}
+    assert max(report["drift_strength"] for report in corrected) > 0.1
 
 
 def test_a_stopped_run_goes_on_and_ends_in_the_same_bytes(tiny, tmp_path):

@@ -36,12 +36,12 @@ class RefinedRun(GptqRun):
     def quantize_drifted(self, names: list[str], matrices: list[torch.Tensor], drift: Drift) -> list[torch.Tensor]:
         """Quantize matrices that share an input as one; adds them to the shard and returns them dequantized, fp32."""
         recipe, size = self.recipe, self.grid.group_size
-        hessian = drift.hessian.mean(names[0])
+        hessian = drift.hessian(names[0])
         factor, damping = inverse_factor(hessian, recipe["damping"], names[0])
         if damping != recipe["damping"]:
             print(f"{names[0]}: damping raised to {damping:g}", file=sys.stderr)
         weights = torch.cat([matrix.float() for matrix in matrices])
-        target = drift.target(weights, factor, recipe["drift"], recipe["residual"])
+        target, strength = drift.target(weights, names[0]) if recipe["drift"] else (weights, 0.0)
         ranges = search_ranges(target, price(factor), size)
         codes = gptq(target, hessian, self.grid, True, damping, names[0], ranges).codes
         steady = damped(hessian, damping)
@@ -58,6 +58,7 @@ class RefinedRun(GptqRun):
                 "weight_error": float((weights[rows] - restored[rows]).square().sum(dtype=torch.float64)),
                 "weight_error_rtn": float((weights[rows] - nearest[rows]).square().sum(dtype=torch.float64)),
                 "damping": damping,
+                "drift_strength": strength,
             }
             self.writer.add_quantized(name, codes[rows], scales[rows], minima[rows], size, report)
         return list(restored.split([len(matrix) for matrix in matrices]))
@@ -129,7 +130,7 @@ def quantize_layer(run: RefinedRun, source, config: ModelConfig, layer: int, exa
                 continue
             into_residual = len(names) == 1 and len(exact[f"{names[0]}.weight"]) == config.hidden_size
             drift = drift or Drift(after.shape[-1], after.device)
-            drift.add(before, after, residual[batch] if into_residual else None)
+            drift.add(before, after, residual[batch] if into_residual and run.recipe["residual"] else None)
             if into_residual:
                 inputs.append((before, after))
             del before, after
