@@ -203,7 +203,7 @@ def test_target_is_a_ridge_regression_with_the_strength_of_two_fold_cross_valida
     (original, after, gap), weights = streams(tokens=15), torch.randn(5, 12)
     drift = Drift(12)
     for batch in range(4):
-        drift.add(original[batch], after[batch], gap[batch] if with_residual else None)
+        drift.add(after[batch], original[batch], gap[batch] if with_residual else None)
     missing = (original - after).double() @ weights.double().T + (gap.double() if with_residual else 0)
 
     def regression(batches):
@@ -232,7 +232,7 @@ def test_nothing_is_corrected_where_nothing_is_missing_or_halves_disagree():
     weights, same, opposed = torch.randn(5, 12), Drift(12), Drift(12)
     for batch in range(4):
         same.add(after[batch], after[batch])
-        opposed.add(after[batch] + (-1) ** batch * original[batch], after[batch])
+        opposed.add(after[batch], after[batch] + (-1) ** batch * original[batch])
     for drift in (same, opposed):
         target, strength = drift.target(weights, "w")
         assert strength == 0 and torch.equal(target, weights)

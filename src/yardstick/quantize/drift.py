@@ -25,12 +25,14 @@ class Drift:
         self.halves = [Moments(features, device) for _ in range(2)]
         self.added = 0
 
-    def add(self, before: torch.Tensor, after: torch.Tensor, residual: torch.Tensor | None = None) -> None:
-        """Take in the original's and the quantized model's inputs [..., features], and r0 - r [..., hidden].
+    def add(
+        self, after: torch.Tensor, before: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    ) -> None:
+        """Take in the quantized model's inputs x and the original's x0 [..., features], and r0 - r [..., hidden].
 
-        Calls go to the halves in turn.
+        Calls go to the halves in turn. Without x0 there is no correction.
         """
-        self.halves[self.added % 2].add(before, after, residual)
+        self.halves[self.added % 2].add(after, before, residual)
         self.added += 1
 
     def hessian(self, what: str) -> torch.Tensor:
@@ -70,11 +72,12 @@ class Moments:
         self.inputs = torch.zeros(features, features, device=device)
         self.residual: torch.Tensor | None = None
 
-    def add(self, before: torch.Tensor, after: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def add(self, after: torch.Tensor, before: torch.Tensor | None, residual: torch.Tensor | None) -> None:
         """Take in tokens; see `Drift.add`."""
         self.hessian.add(after)
         after = after.reshape(-1, after.shape[-1])
-        self.inputs.addmm_((before.reshape(after.shape) - after).T, after)
+        if before is not None:
+            self.inputs.addmm_((before.reshape(after.shape) - after).T, after)
         if residual is not None:
             residual = residual.reshape(len(after), -1)
             if self.residual is None:

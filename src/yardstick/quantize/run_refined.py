@@ -1,8 +1,9 @@
 """Quantize a model with refined GPTQ: fitted ranges and codes, and targets that make up for the errors before.
 
 As in `run_gptq` calibration sequences are walked through the blocks once and every matrix sees the outputs of the
-quantized matrices before it. A second stream of hidden states goes through the original matrices, beside it: what a
-matrix should give is what the original one gives of the original's input (see `drift`).
+quantized matrices before it. With `drift` a second stream of hidden states goes through the original matrices beside
+it: what a matrix should give is what the original one gives of the original's input. Output errors in the record are
+those to that target, RTN's too.
 """
 
 import sys
@@ -26,6 +27,8 @@ from yardstick.quantize.refine import damped, price, refine, search_ranges
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE, GptqRun, stored_layer
 from yardstick.sources.base import TensorSource
 
+LAST_STAGE = ("mlp.down_proj",)
+
 
 class RefinedRun(GptqRun):
     """State of one run: recipe, writer and device."""
@@ -41,7 +44,7 @@ class RefinedRun(GptqRun):
         if damping != recipe["damping"]:
             print(f"{names[0]}: damping raised to {damping:g}", file=sys.stderr)
         weights = torch.cat([matrix.float() for matrix in matrices])
-        target, strength = drift.target(weights, names[0]) if recipe["drift"] else (weights, 0.0)
+        target, strength = drift.target(weights, names[0])
         ranges = search_ranges(target, price(factor), size)
         codes = gptq(target, hessian, self.grid, True, damping, names[0], ranges).codes
         steady = damped(hessian, damping)
@@ -72,7 +75,7 @@ def quantize_model(
     run = RefinedRun(recipe, writer)
     input_ids = load_calibration(calibration)
     hidden = embed(source, config, input_ids, dtype, device)
-    original = hidden.clone()
+    original = hidden.clone() if recipe["drift"] else None
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
     with progress("refined gptq", input_ids.numel(), passes=config.num_layers) as done:
@@ -81,7 +84,7 @@ def quantize_model(
             if writer.has_shard(shard):
                 weights = stored_layer(writer, shard, config, layer, device)
                 for states, matrices in ((original, exact), (hidden, weights)):
-                    for batch in batches_of(states):
+                    for batch in batches_of(states) if states is not None else ():
                         states[batch] = run_block(states[batch], matrices, config, config.layer_kind(layer), rotary)
             else:
                 quantize_layer(run, source, config, layer, exact, original, hidden, rotary)
@@ -108,32 +111,32 @@ def batches_of(states: torch.Tensor) -> list[slice]:
     return [slice(start, start + SEQUENCES_AT_ONCE) for start in range(0, len(states), SEQUENCES_AT_ONCE)]
 
 
-def quantize_layer(run: RefinedRun, source, config: ModelConfig, layer: int, exact, original, hidden, rotary) -> None:
+def quantize_layer(
+    run: RefinedRun, source, config: ModelConfig, layer: int, exact, original: torch.Tensor | None, hidden, rotary
+) -> None:
     """Quantize one layer stage by stage; both streams of hidden states are replaced by the layer's outputs."""
     kind, weights = config.layer_kind(layer), dict(exact)
-    pairs = [
-        (
-            batch,
-            block_stages(original[batch], exact, config, kind, rotary),
-            block_stages(hidden[batch], weights, config, kind, rotary),
-        )
-        for batch in batches_of(hidden)
-    ]
-    residual = original - hidden
+    walks = []
+    for batch in batches_of(hidden):
+        ours = block_stages(hidden[batch], weights, config, kind, rotary)
+        theirs = None if original is None else block_stages(original[batch], exact, config, kind, rotary)
+        walks.append((batch, ours, theirs))
+    residual = original - hidden if original is not None and run.recipe["residual"] else None
     quantized = set()
     while True:
         drift, names, inputs = None, (), []
-        for batch, theirs, ours in pairs:
-            names, before = advance(theirs, original[batch])
-            _, after = advance(ours, hidden[batch])
-            if not names:
+        for batch, ours, theirs in walks:
+            reached, after = advance(ours, hidden[batch])
+            before = advance(theirs, original[batch])[1] if theirs else None
+            if not reached:
                 continue
-            into_residual = len(names) == 1 and len(exact[f"{names[0]}.weight"]) == config.hidden_size
-            drift = drift or Drift(after.shape[-1], after.device)
-            drift.add(before, after, residual[batch] if into_residual and run.recipe["residual"] else None)
-            if into_residual:
-                inputs.append((before, after))
-            del before, after
+            names, drift = reached, drift or Drift(after.shape[-1], after.device)
+            if residual is not None and len(names) == 1 and len(exact[f"{names[0]}.weight"]) == config.hidden_size:
+                drift.add(after, before, residual[batch])
+                inputs.append((batch, after, before))
+            else:
+                drift.add(after, before)
+            del after, before
         if drift is None:
             break
         chosen = [f"{n}.weight" for n in names if not run.kept(config.layer_name(layer, f"{n}.weight"))]
@@ -143,8 +146,9 @@ def quantize_layer(run: RefinedRun, source, config: ModelConfig, layer: int, exa
                 zip(chosen, run.quantize_drifted(full, [exact[name] for name in chosen], drift), strict=True)
             )
             quantized.update(chosen)
-        for (batch, *_), (before, after) in zip(pairs, inputs, strict=False):
-            residual[batch] += linear(before, exact, names[0]) - linear(after, weights, names[0])
+        if names != LAST_STAGE:  # nothing of the layer reads the stream after it
+            for batch, after, before in inputs:
+                residual[batch] += linear(before, exact, names[0]) - linear(after, weights, names[0])
     for name in config.layer_tensors(layer):
         if name not in quantized:
             tensor = source.get(config.layer_name(layer, name))
@@ -164,5 +168,6 @@ def quantize_rest(run: RefinedRun, source: TensorSource, config: ModelConfig, or
     gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
     drift = Drift(hidden.shape[-1], hidden.device)
     for batch in batches_of(hidden):
-        drift.add(norm(original[batch], gain, config), norm(hidden[batch], gain, config))
+        before = None if original is None else norm(original[batch], gain, config)
+        drift.add(norm(hidden[batch], gain, config), before)
     run.quantize_drifted(["lm_head.weight"], [head.to(hidden.device)], drift)
