@@ -4,6 +4,7 @@ import torch
 from tests.tiny import write_tiny_model
 from tests.unit.test_gptq import correlated_hessian
 from yardstick.corpora.load import write_arrays
+from yardstick.errors import YardstickError
 from yardstick.evaluate.candidate import open_candidate
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states
@@ -13,7 +14,7 @@ from yardstick.quantize.gptq import gptq, output_error
 from yardstick.quantize.grid import Grid, find_range, nearest_codes, static_ranges
 from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import dequantize
-from yardstick.quantize.refine import Rows, damped, price, refine, search_ranges
+from yardstick.quantize.refine import DAMPINGS, Rows, choose_damping, damped, fit, price, refine, search_ranges
 from yardstick.quantize.run_refined import quantize_model
 
 
@@ -238,6 +239,24 @@ def test_nothing_is_corrected_where_nothing_is_missing_or_halves_disagree():
         assert strength == 0 and torch.equal(target, weights)
 
 
+@pytest.mark.parametrize("tokens", [70, 5000])
+def test_damping_is_the_one_that_holds_in_the_other_half(tokens):
+    """With few tokens a Hessian is mostly noise, and much damping is better; with many it is known, and little is."""
+    torch.manual_seed(2)
+    features, weights, grid = 64, torch.randn(20, 64), Grid(32)
+    inputs = torch.randn(2, tokens, features) @ (torch.eye(features) + 0.1 * torch.randn(features, features))
+    halves = [half.T @ half / tokens for half in inputs]
+    errors = {}
+    for damping in DAMPINGS:
+        errors[damping] = 0.0
+        for here, there in ((0, 1), (1, 0)):
+            found = fit(weights, halves[here], grid, damping, 0, "w")
+            outputs = (weights - dequantize(found.codes, found.scales, found.minima, 32)) @ inputs[there].T
+            errors[damping] += float(outputs.square().sum())
+    assert choose_damping(weights, halves, grid, "w") == min(errors, key=errors.get)
+    assert (errors[0.3] < errors[0.03]) == (tokens == 70)
+
+
 LENGTH = 24
 
 
@@ -307,3 +326,10 @@ def test_matrices_that_the_recipe_keeps_are_the_originals(tiny, tmp_path):
     assert kept and not {*kept, "lm_head.weight"} & {report["name"] for report in reports}
     for name in kept:
         assert torch.equal(source.get(name), original.source.get(name))
+
+
+def test_too_few_sequences_to_be_halved_are_refused(tiny, tmp_path):
+    original, _, ids = tiny
+    write_arrays(tmp_path / "few.npz", {"text": ids[:4].numpy()})
+    with pytest.raises(YardstickError, match="few.npz: 4 calibration sequences; gptq-refined needs more than 4"):
+        run((original, tmp_path / "few.npz", ids), tmp_path / "out")

@@ -45,7 +45,7 @@ class Drift:
     def target(self, weights: torch.Tensor, what: str) -> tuple[torch.Tensor, float]:
         """W' [out, in] of fp32 weights, and the strength of the correction: 0 where it would not hold elsewhere."""
         missing = [half.missing(weights) for half in self.halves]
-        if self.added < 2 or not any(bool(part.any()) for part in missing):
+        if not any(bool(part.any()) for part in missing):
             return weights, 0.0
         agreement = size = 0.0
         for (learned, learner), (checked, checker) in (

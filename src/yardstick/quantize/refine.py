@@ -5,10 +5,13 @@ column by column, and never looks back; its ranges are chosen before any code is
 """
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 
-from yardstick.quantize.grid import SMALLEST_NORMAL, nearest_codes, safe_divisor
+from yardstick.quantize.gptq import gptq, output_error
+from yardstick.quantize.grid import SMALLEST_NORMAL, Grid, nearest_codes, safe_divisor
+from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import LEVELS, dequantize, group_count
 
 SHRUNKEN = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # ends of trial ranges, as shares of the group's
@@ -16,6 +19,48 @@ MOVES = (1 / 20, 1 / 40, 1 / 80)  # of an end of the best range, as shares of th
 RIDGE = 1e-6  # share of its own diagonal that is added to a row's normal equations
 ROWS_AT_ONCE, REFINED_ROWS = 1024, 4096
 BLOCK_COLUMNS = 128
+DAMPINGS, JUDGED_ROWS = (0.03, 0.1, 0.3), 128
+
+
+@dataclass
+class Fitted:
+    """Codes uint8 [out, in], scales and minima bf16 [out, groups], and the damping that was used."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor
+    damping: float
+
+
+def fit(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, damping: float, rounds: int, what: str) -> Fitted:
+    """Quantize fp32 weights [out, in]: search ranges, walk with GPTQ in act-order, refine.
+
+    Raises:
+        YardstickError: the Hessian cannot be factored.
+    """
+    factor, damping = inverse_factor(hessian, damping, what)
+    scales, minima = search_ranges(weights, price(factor), grid.group_size)
+    codes = gptq(weights, hessian, grid, True, damping, what, (scales, minima)).codes
+    refined = refine(weights, codes, scales, minima, damped(hessian, damping), grid.group_size, rounds)
+    return Fitted(*refined, damping)
+
+
+def choose_damping(weights: torch.Tensor, halves: list[torch.Tensor], grid: Grid, what: str) -> float:
+    """The damping with which some rows, quantized under the Hessian of one half, err least in the other half.
+
+    GPTQ fits the calibration text. Little damping gives the least error there, and a larger one on other text, the
+    more so the more inputs a matrix has for the tokens of its Hessian.
+    """
+    some = weights[:: -(-len(weights) // JUDGED_ROWS)]
+
+    def held_out(damping: float) -> float:
+        error = 0.0
+        for here, there in (halves, halves[::-1]):
+            found = fit(some, here, grid, damping, 0, what)
+            error += output_error(some, dequantize(found.codes, found.scales, found.minima, grid.group_size), there)
+        return error
+
+    return min(DAMPINGS, key=held_out)
 
 
 def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from yardstick.corpora.load import load_calibration
+from yardstick.errors import YardstickError
 from yardstick.models.config import ModelConfig
 from yardstick.models.layers import block_stages, run_block
 from yardstick.models.parts import Stages, linear, norm, rotary_table
@@ -19,11 +20,10 @@ from yardstick.models.prefill import embed, load_layer, pick_device
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.drift import Drift
-from yardstick.quantize.gptq import gptq, output_error
+from yardstick.quantize.gptq import output_error
 from yardstick.quantize.grid import Grid, round_to_nearest
-from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import dequantize
-from yardstick.quantize.refine import damped, price, refine, search_ranges
+from yardstick.quantize.refine import choose_damping, fit
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE, GptqRun, stored_layer
 from yardstick.sources.base import TensorSource
 
@@ -38,17 +38,16 @@ class RefinedRun(GptqRun):
 
     def quantize_drifted(self, names: list[str], matrices: list[torch.Tensor], drift: Drift) -> list[torch.Tensor]:
         """Quantize matrices that share an input as one; adds them to the shard and returns them dequantized, fp32."""
-        recipe, size = self.recipe, self.grid.group_size
-        hessian = drift.hessian(names[0])
-        factor, damping = inverse_factor(hessian, recipe["damping"], names[0])
-        if damping != recipe["damping"]:
-            print(f"{names[0]}: damping raised to {damping:g}", file=sys.stderr)
+        size, damping, what = self.grid.group_size, self.recipe["damping"], names[0]
         weights = torch.cat([matrix.float() for matrix in matrices])
-        target, strength = drift.target(weights, names[0])
-        ranges = search_ranges(target, price(factor), size)
-        codes = gptq(target, hessian, self.grid, True, damping, names[0], ranges).codes
-        steady = damped(hessian, damping)
-        codes, scales, minima = refine(target, codes, *ranges, steady, size, recipe["rounds"])
+        target, strength = drift.target(weights, what)
+        if damping is None:
+            damping = choose_damping(target, [half.hessian.mean(what) for half in drift.halves], self.grid, what)
+        hessian = drift.hessian(what)
+        found = fit(target, hessian, self.grid, damping, self.recipe["rounds"], what)
+        if found.damping != damping:
+            print(f"{what}: damping raised to {found.damping:g}", file=sys.stderr)
+        codes, scales, minima = found.codes, found.scales, found.minima
         restored = dequantize(codes, scales, minima, size)
         nearest = dequantize(*round_to_nearest(weights, Grid(size)), size)
         start = 0
@@ -60,7 +59,7 @@ class RefinedRun(GptqRun):
                 "output_error_rtn": output_error(target[rows], nearest[rows], hessian),
                 "weight_error": float((weights[rows] - restored[rows]).square().sum(dtype=torch.float64)),
                 "weight_error_rtn": float((weights[rows] - nearest[rows]).square().sum(dtype=torch.float64)),
-                "damping": damping,
+                "damping": found.damping,
                 "drift_strength": strength,
             }
             self.writer.add_quantized(name, codes[rows], scales[rows], minima[rows], size, report)
@@ -74,6 +73,11 @@ def quantize_model(
     device, dtype = pick_device(), torch.float32
     run = RefinedRun(recipe, writer)
     input_ids = load_calibration(calibration)
+    if len(input_ids) <= SEQUENCES_AT_ONCE:
+        raise YardstickError(
+            f"{calibration}: {len(input_ids)} calibration sequences; gptq-refined needs more than {SEQUENCES_AT_ONCE},"
+            " to check on one half of them what it learns from the other"
+        )
     hidden = embed(source, config, input_ids, dtype, device)
     original = hidden.clone() if recipe["drift"] else None
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
