@@ -45,22 +45,19 @@ def fit(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, damping: float
     return Fitted(*refined, damping)
 
 
-def choose_damping(weights: torch.Tensor, halves: list[torch.Tensor], grid: Grid, what: str) -> float:
-    """The damping with which some rows, quantized under the Hessian of one half, err least in the other half.
+def choose_damping(weights: torch.Tensor, hessian: torch.Tensor, other: torch.Tensor, grid: Grid, what: str) -> float:
+    """The damping with which some rows, quantized under `hessian`, err least under the Hessian of other text.
 
     GPTQ fits the calibration text. Little damping gives the least error there, and a larger one on other text, the
     more so the more inputs a matrix has for the tokens of its Hessian.
     """
     some = weights[:: -(-len(weights) // JUDGED_ROWS)]
 
-    def held_out(damping: float) -> float:
-        error = 0.0
-        for here, there in (halves, halves[::-1]):
-            found = fit(some, here, grid, damping, 0, what)
-            error += output_error(some, dequantize(found.codes, found.scales, found.minima, grid.group_size), there)
-        return error
+    def error(damping: float) -> float:
+        found = fit(some, hessian, grid, damping, 0, what)
+        return output_error(some, dequantize(found.codes, found.scales, found.minima, grid.group_size), other)
 
-    return min(DAMPINGS, key=held_out)
+    return min(DAMPINGS, key=error)
 
 
 def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:

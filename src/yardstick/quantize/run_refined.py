@@ -42,7 +42,8 @@ class RefinedRun(GptqRun):
         weights = torch.cat([matrix.float() for matrix in matrices])
         target, strength = drift.target(weights, what)
         if damping is None:
-            damping = choose_damping(target, [half.hessian.mean(what) for half in drift.halves], self.grid, what)
+            halves = [half.hessian.mean(what) for half in drift.halves]
+            damping = choose_damping(target, *halves, self.grid, what)
         hessian = drift.hessian(what)
         found = fit(target, hessian, self.grid, damping, self.recipe["rounds"], what)
         if found.damping != damping:
