@@ -244,7 +244,8 @@ def test_damping_is_the_one_that_holds_in_the_other_half(tokens):
     """With few tokens a Hessian is mostly noise, and much damping is better; with many it is known, and little is."""
     torch.manual_seed(2)
     features, weights, grid = 64, torch.randn(20, 64), Grid(32)
-    inputs = torch.randn(2, tokens, features) @ (torch.eye(features) + 0.1 * torch.randn(features, features))
+    mixing = torch.randn(features, features) * torch.logspace(0, -1.5, features) if tokens > 70 else torch.eye(features)
+    inputs = torch.randn(2, tokens, features) @ mixing
     halves = [half.T @ half / tokens for half in inputs]
     errors = {}
     for damping in DAMPINGS:
