@@ -212,25 +212,31 @@ class ModelPlan(TaskSteps):
 
     def gptq(self, name: str, recipe: dict) -> Step:
         config, tokens = self.config, self.sequences * self.calibration_length
+        refined = recipe["method"] == "gptq-refined"  # a second stream of states, three moments of each input
         shapes = matrices(config).values()
         widest = max(shape[1] for shape in shapes)
-        operations = forward_operations(config, self.sequences, self.calibration_length)
+        streams = 2 if refined else 1
+        operations = streams * forward_operations(config, self.sequences, self.calibration_length)
         for layer in range(config.num_layers):
             linears = config.layer_linears(layer)
             inputs = sum({tuple(stage): linears[stage[0]][1] ** 2 for stage in stages_of(linears)}.values())
-            operations += 2 * tokens * inputs
-        operations += sum(rows * columns**2 for rows, columns in shapes)
+            operations += 2 * tokens * inputs * (3 if refined else 1)
+        # a round is three whole products and a sweep
+        operations += (1 + 8 * recipe.get("rounds", 0)) * sum(rows * columns**2 for rows, columns in shapes)
         # fp64 factors run at half of the rate; three of them, each a third of a product
         operations += 4 * sum(columns**3 for _, columns in shapes) / 2
-        states = 4 * tokens * config.hidden_size
+        states = 4 * tokens * config.hidden_size * (3 if refined else 1)
         # every batch waits inside the block with its input of the stage, the widest of which is down_proj's
         waiting = 4 * tokens * (config.hidden_size + max(config.intermediate_size, config.num_heads * config.head_dim))
         head = 3 * 4 * config.vocab_size * config.hidden_size
-        memory = PROCESS + states + max(waiting + layer_bytes(config, 4), head) + 8 * 4 * widest**2
+        memory = (
+            PROCESS + states + max(streams * (waiting + layer_bytes(config, 4)), head) + 8 * 4 * widest**2 * streams
+        )
         reads, size = 2 * self.model_bytes, self.candidate_size(name)
         seconds = START_SECONDS + reads / self.rates.disk + operations / (GPTQ_SHARE * self.rates.products["float32"])
-        if recipe["mse"]:  # its trials hold several copies of one group of all rows
-            seconds += 33 * RTN_SECONDS * parameters(config)
+        trials = 60 if refined else 33 * recipe["mse"]
+        if trials:  # they hold several copies of one group of all rows
+            seconds += trials * RTN_SECONDS * parameters(config)
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]
         return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)
 

@@ -27,13 +27,20 @@ class Quantized:
 
 
 def gptq(
-    weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, act_order: bool, damping: float, what: str
+    weights: torch.Tensor,
+    hessian: torch.Tensor,
+    grid: Grid,
+    act_order: bool,
+    damping: float,
+    what: str,
+    ranges: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Quantized:
     """Quantize fp32 weights [out, in] under the Hessian [in, in] of their input.
 
     A group's range is taken when the walk reaches its first column, from weights that already carry the errors of
     the columns before. With `act_order` columns are walked by falling Hessian diagonal, and ranges are static (taken
-    from the original weights), so that groups stay contiguous and the packing needs no index.
+    from the original weights), so that groups stay contiguous and the packing needs no index. `ranges`, scales and
+    minima fp32 [out, groups] that are exact in bf16, are used as they are.
 
     Raises:
         YardstickError: the Hessian cannot be factored.
@@ -42,7 +49,8 @@ def gptq(
     order = torch.arange(in_features, device=weights.device)
     if act_order:
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-        scales, minima = static_ranges(weights, grid)
+    if ranges or act_order:
+        scales, minima = ranges or static_ranges(weights, grid)
     else:
         groups = group_count(in_features, grid.group_size)
         scales = torch.empty(out_features, groups, device=weights.device)
@@ -60,7 +68,7 @@ def gptq(
         errors = torch.empty_like(block)
         for i in range(stop - start):
             column, group = start + i, group_of[start + i]
-            if not act_order and column % grid.group_size == 0:
+            if not (ranges or act_order) and column % grid.group_size == 0:
                 members = columns[column : column + grid.group_size]
                 scales[:, group], minima[:, group] = find_range(members.T.contiguous(), grid.mse)
             scale, minimum = scales[:, group], minima[:, group]

@@ -4,4 +4,5 @@ METHODS = {
     "rtn": "yardstick.quantize.run_rtn",
     "gptq": "yardstick.quantize.run_gptq",
     "distill": "yardstick.quantize.run_distill",
+    "gptq-refined": "yardstick.quantize.run_refined",
 }
