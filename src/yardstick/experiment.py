@@ -9,6 +9,7 @@ import yaml
 
 from yardstick.errors import YardstickError
 from yardstick.formats import DECODED_BY, KINDS
+from yardstick.quantize.methods import is_folded
 from yardstick.schema import check, extended
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
@@ -123,8 +124,16 @@ class Experiment:
         return self.config.get("probe")
 
     def probed_of(self, model: str) -> list[str]:
-        """Candidates of a model whose matrices are probed; a noise floor has the original's, which need no probe."""
-        return self.chosen("probe", model)
+        """Candidates of a model whose matrices are probed; a noise floor has the original's, which need no probe, and
+        a rotated variant none that could be held against them."""
+        return [
+            name for name in self.chosen("probe", model) if "rotate" not in self.variant_of(name).get("transform", {})
+        ]
+
+    def variant_of(self, candidate: str) -> dict:
+        """The recipe of a variant, or of the one that an exported rival is; empty for any other candidate."""
+        name = self.rivals.get(candidate, {}).get("variant", candidate)
+        return self.variants.get(name, {})
 
     def probe_inputs_recipe(self) -> dict:
         """What the probed matrices read: how much text, which layers, the arithmetic; empty without a probe."""
@@ -320,6 +329,9 @@ def _check_tasks(experiment: Experiment) -> None:
             raise YardstickError(
                 f"config: {key}.candidates: {unknown[0]!r} is not a variant or rival (known: {', '.join(rows)})"
             )
+    for name in config.get("probe", {}).get("candidates") or []:
+        if "rotate" in experiment.variant_of(name).get("transform", {}):
+            raise YardstickError(f"config: probe.candidates: {name} is rotated: no matrix of it is like the original's")
     for name, server in experiment.servers.items():
         if name in RESERVED or name in rows:
             raise YardstickError(f"config: gsm8k.servers: the name {name} is taken")
@@ -370,3 +382,8 @@ def _require_measured(experiment: Experiment, name: str, where: str) -> None:
         raise YardstickError(f"config: {where}: {name!r} is not a variant or rival (known: {known})")
     if name in experiment.unreadable:
         raise YardstickError(f"config: {where}: {name}: {experiment.unreadable[name]}")
+    made = experiment.variant_of(name)
+    if made and is_folded(made):
+        raise YardstickError(
+            f"config: {where}: {name}: its norms are not the original's, so its matrices cannot be mixed with others"
+        )

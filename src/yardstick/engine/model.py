@@ -19,6 +19,7 @@ from yardstick.sources.packed import PackedSource
 # matrices that share their input, and are one matrix in the engine: one pass over the input, one kernel to start
 JOINED = (QKV, GATE_UP)
 GROUP_SIZE, MSE = "group_size", "mse"
+HEAD = "lm_head.weight"
 
 
 def quantize_model(model: torch.nn.Module, recipe: dict, skip: str | None = None, path: str | None = None) -> list[str]:
@@ -49,6 +50,9 @@ def quantize_model(model: torch.nn.Module, recipe: dict, skip: str | None = None
 def load_packed(model: torch.nn.Module, source: PackedSource, path: str | None = None) -> list[str]:
     """Replace the linear layers of a transformers model that a packed checkpoint holds packed, in place.
 
+    What it holds as plain tensors (norms, embedding, a head that is kept) takes the place of the model's: a transformed
+    checkpoint's matrices fit its own norms only.
+
     Returns:
         Names of the layers that were replaced.
     """
@@ -58,6 +62,14 @@ def load_packed(model: torch.nn.Module, source: PackedSource, path: str | None =
             return None
         return source.packed(f"{name}.weight").to(layer.weight.device)
 
+    plain = [name for name in source.infos() if name not in source.schemes]
+    if HEAD in plain:  # or one that is tied would be written into the embedding
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    parameters = dict(model.named_parameters())
+    for name in plain:
+        if name not in parameters:
+            raise YardstickError(f"{source.path}: the model has no tensor {name}")
+        parameters[name].data = source.get(name).to(parameters[name])
     return replace_linears(model, packed, None, path)
 
 
