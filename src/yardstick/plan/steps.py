@@ -35,7 +35,9 @@ from yardstick.plan.step import (
     Step,
 )
 from yardstick.plan.tasks import TaskSteps
+from yardstick.quantize.methods import needs_text, search_steps
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
+from yardstick.quantize.scales import MOST_ROWS
 
 
 def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
@@ -93,7 +95,7 @@ class ModelPlan(TaskSteps):
             steps.append(self.probe_inputs())
         for name, recipe in recipes.items():
             if name in self.experiment.variants:
-                steps.append(self.rtn(name, recipe) if recipe["method"] == "rtn" else self.gptq(name, recipe))
+                steps.append(self.gptq(name, recipe) if needs_text(recipe) else self.rtn(name, recipe))
             elif recipe["kind"] == "gguf":
                 steps.append(self.gguf(name))
             elif recipe["kind"] == "hub":
@@ -220,6 +222,9 @@ class ModelPlan(TaskSteps):
         operations += sum(rows * columns**2 for rows, columns in shapes)
         # fp64 factors run at half of the rate; three of them, each a third of a product
         operations += 4 * sum(columns**3 for _, columns in shapes) / 2
+        if steps := search_steps(recipe):  # a forward more, and two products for each step of the search
+            operations += forward_operations(config, self.sequences, self.calibration_length)
+            operations += 4 * (steps + 1) * sum(min(rows, MOST_ROWS) * columns**2 for rows, columns in shapes)
         states = 4 * tokens * config.hidden_size
         # every batch waits inside the block with its input of the stage, the widest of which is down_proj's
         waiting = 4 * tokens * (config.hidden_size + max(config.intermediate_size, config.num_heads * config.head_dim))
@@ -227,7 +232,7 @@ class ModelPlan(TaskSteps):
         memory = PROCESS + states + max(waiting + layer_bytes(config, 4), head) + 8 * 4 * widest**2
         reads, size = 2 * self.model_bytes, self.candidate_size(name)
         seconds = START_SECONDS + reads / self.rates.disk + operations / (GPTQ_SHARE * self.rates.products["float32"])
-        if recipe["mse"]:  # its trials hold several copies of one group of all rows
+        if recipe.get("mse"):  # its trials hold several copies of one group of all rows
             seconds += 33 * RTN_SECONDS * parameters(config)
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]
         return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)

@@ -32,3 +32,9 @@ def needs_text(recipe: dict) -> bool:
 def is_folded(recipe: dict) -> bool:
     """Whether the variant's norms are not the original's, so that its matrices cannot be mixed with others."""
     return "awq" in (recipe["method"], *transforms_of(recipe)) or "rotate" in transforms_of(recipe)
+
+
+def search_steps(recipe: dict) -> int:
+    """Steps of the search of AWQ's scales; 0 where there is none."""
+    settings = recipe if recipe["method"] == "awq" else recipe.get("transform", {}).get("awq", {})
+    return settings.get("steps", 0)

@@ -13,13 +13,15 @@ from yardstick.quantize.grid import Grid, find_range, nearest_codes, static_rang
 from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import dequantize, group_count
 
-MOST_ROWS = 4096  # of all matrices together, at equal distances: enough to tell factors apart
+MOST_ROWS = 1024  # of all matrices together, at equal distances: enough to tell factors apart
 SMALLEST = 1e-4  # of a channel's statistic over the mean, so that a channel that is never excited has a factor
 CLIP_STEPS, CLIP_SMALLEST = 20, 0.5
+DESCENT_STEPS, DESCENT_RATE = 60, 0.03
 
 
 def find_scales(
     matrices: Sequence[torch.Tensor],
+    importance: Sequence[float],
     hessian: torch.Tensor,
     magnitude: torch.Tensor,
     channel_of: torch.Tensor,
@@ -31,10 +33,11 @@ def find_scales(
     """Factors s of the channels that matrices [out, in] share as their input, the best of a search.
 
     Tried are s = m^a / w^(1 - a) and s = m^a for a = 0, 1 / steps, ..., 1, with m the mean of |x| and w the mean of
-    |W| over its group's greatest, as in the authors' code; s = 1 is one of them. Each matrix counts by its output error
-    over its output.
+    |W| over its group's greatest, as in the authors' code; s = 1 is one of them. For a quantizer with feedback the best
+    one is where `descend` starts. Each matrix counts by its output error over its output, times its importance.
 
     Args:
+        importance: of each matrix.
         magnitude: mean of |x| for each column.
         channel_of: int64 [in], the channel of each column; columns of one channel (query heads that read one value
             head) share a factor.
@@ -45,7 +48,7 @@ def find_scales(
     Returns:
         fp32 [channels], with a geometric mean of 1.
     """
-    stacked, weights = _sample([matrix.float() for matrix in matrices], hessian)
+    stacked, weights = _sample([matrix.float() for matrix in matrices], importance, hessian)
     left = None if feedback is None else remaining_variance(hessian, feedback, what)
     groups = torch.arange(stacked.shape[1], device=stacked.device) // grid.group_size
     greatest = torch.stack([part.abs().amax(1) for part in stacked.split(grid.group_size, dim=1)], dim=1)
@@ -59,14 +62,51 @@ def find_scales(
             error = scaled_error(stacked, weights, hessian, left, scales[channel_of], Grid(grid.group_size))
             if best is None or error < best:
                 best, kept = error, scales
+    if left is not None:
+        scales = descend(stacked, weights, left, kept, channel_of, grid.group_size)
+        if scaled_error(stacked, weights, hessian, left, scales[channel_of], Grid(grid.group_size)) < best:
+            return scales
     return kept
 
 
-def _sample(matrices: list[torch.Tensor], hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of all matrices, and a weight for each: one over the mean squared output of its matrix."""
+def descend(
+    weights: torch.Tensor,
+    row_weights: torch.Tensor,
+    left: torch.Tensor,
+    scales: torch.Tensor,
+    channel_of: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:
+    """Factors from `scales` on by gradient steps (Adam) on the output error that a quantizer with feedback leaves.
+
+    A weight's rounding error is uniform in a step, so it is proportional to the sum over rows r and groups g of
+    w_r range_rg^2 sum_i left_i / s_i^2 for the columns i of the group, with range_rg = max - min of s_i W_ri.
+    """
+    groups = torch.arange(weights.shape[1], device=weights.device) // group_size
+    with torch.enable_grad():
+        logarithm = scales.log().requires_grad_()
+        optimizer = torch.optim.Adam([logarithm], lr=DESCENT_RATE)
+        for _ in range(DESCENT_STEPS):
+            factors = (logarithm - logarithm.mean()).exp()[channel_of]
+            parts = (weights * factors).split(group_size, dim=1)
+            squares = torch.stack([row_weights @ (part.amax(1) - part.amin(1)).square() for part in parts])
+            optimizer.zero_grad()
+            (squares[groups] * left / factors.square()).sum().log().backward()
+            optimizer.step()
+    logarithm = logarithm.detach()
+    return (logarithm - logarithm.mean()).exp()
+
+
+def _sample(
+    matrices: list[torch.Tensor], importance: Sequence[float], hessian: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of all matrices, and a weight for each: the importance of its matrix over its mean squared output."""
     every = max(1, sum(map(len, matrices)) // MOST_ROWS)
     rows = [matrix[::every] for matrix in matrices]
-    weights = [torch.full((len(part),), 1.0 / max(float(((part @ hessian) * part).sum()), 1e-30)) for part in rows]
+    weights = [
+        torch.full((len(part),), factor / max(float(((part @ hessian) * part).sum()), 1e-30))
+        for part, factor in zip(rows, importance, strict=True)
+    ]
     return torch.cat(rows), torch.cat(weights).to(hessian.device)
 
 
