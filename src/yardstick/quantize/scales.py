@@ -83,17 +83,26 @@ def descend(
     w_r range_rg^2 sum_i left_i / s_i^2 for the columns i of the group, with range_rg = max - min of s_i W_ri.
     """
     groups = torch.arange(weights.shape[1], device=weights.device) // group_size
-    with torch.enable_grad():
-        logarithm = scales.log().requires_grad_()
-        optimizer = torch.optim.Adam([logarithm], lr=DESCENT_RATE)
-        for _ in range(DESCENT_STEPS):
-            factors = (logarithm - logarithm.mean()).exp()[channel_of]
-            parts = (weights * factors).split(group_size, dim=1)
-            squares = torch.stack([row_weights @ (part.amax(1) - part.amin(1)).square() for part in parts])
+    logarithm = scales.log().requires_grad_()
+    optimizer = torch.optim.Adam([logarithm], lr=DESCENT_RATE)
+    for _ in range(DESCENT_STEPS):
+        # only the ends of a group's range move its error: no gradient has to go through the other columns
+        parts = (weights * _centred(logarithm.detach())[channel_of]).split(group_size, dim=1)
+        starts = torch.arange(len(parts), device=weights.device) * group_size
+        high = torch.stack([part.argmax(1) for part in parts], dim=1) + starts
+        low = torch.stack([part.argmin(1) for part in parts], dim=1) + starts
+        with torch.enable_grad():
+            factors = _centred(logarithm)[channel_of]
+            ranges = weights.gather(1, high) * factors[high] - weights.gather(1, low) * factors[low]
+            squares = row_weights @ ranges.square()
             optimizer.zero_grad()
             (squares[groups] * left / factors.square()).sum().log().backward()
-            optimizer.step()
-    logarithm = logarithm.detach()
+        optimizer.step()
+    return _centred(logarithm.detach())
+
+
+def _centred(logarithm: torch.Tensor) -> torch.Tensor:
+    """Factors with a geometric mean of 1."""
     return (logarithm - logarithm.mean()).exp()
 
 
