@@ -25,7 +25,7 @@ class FoldedSource(TensorSource):
     architecture and a resumed run sees what the first one stored.
 
     The output head is a tensor of its own, whether or not the original's is: what is folded into it is not in the
-    embedding. A subclass changes one tensor in `fold`, or some rows of one that has no rule across its rows.
+    embedding. These two are also read by rows, so `fold` may be given some of theirs.
     """
 
     def __init__(self, source: TensorSource, config: ModelConfig) -> None:
@@ -53,7 +53,7 @@ class FoldedSource(TensorSource):
         return self.fold(name, *self._layers.get(name, (None, name)), tensor)
 
     def rows(self, name: str) -> torch.Tensor | LazyRows:
-        if name in self._layers:
+        if name not in (self.config.embedding_name, HEAD):
             return self.get(name)
         rows = self.source.rows(self._stored_name(name))
         return LazyRows(self, name, lambda start, stop: self.fold(name, None, name, rows[start:stop]))
