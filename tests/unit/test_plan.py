@@ -246,5 +246,5 @@ def test_a_search_of_scales_takes_time_of_its_own():
     config["variants"]["awq"] = {"method": "awq"}
     steps = {step.name: step for step in ModelPlan(load_experiment(config), "smollm2-135m", RATES).steps()}
     assert steps["quantize gptq-awq"].seconds > steps["quantize gptq-g128"].seconds
-    assert steps["quantize awq"].seconds > 2 * steps["quantize rtn-g128"].seconds
-    assert steps["quantize awq"].output == steps["quantize rtn-g128"].output
+    assert steps["quantize awq"].seconds == steps["quantize gptq-awq"].seconds  # as long as GPTQ, at most
+    assert steps["quantize awq"].disk == steps["quantize rtn-g128"].disk
