@@ -8,7 +8,7 @@ import yaml
 from yardstick.cli.targets import check_targets
 from yardstick.engine import PACKED_MODEL
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment
+from yardstick.load_experiment import load_experiment
 from yardstick.provenance import code_digest, stage_files
 
 CONFIG = yaml.safe_load(Path("config/config.yaml").read_text())
@@ -107,6 +107,15 @@ def test_default_config_is_whole():
         ("probe/layers", "last", "config.probe.layers: 'last' is not one of"),
         ("probe/layer", "all", "config.probe: unknown key 'layer'"),
         ("probe", "all", "config.probe: 'all' is not of type 'object'"),
+        ("variants/rtn-g32/transform", {}, "config.variants.rtn-g32.transform: must not be empty"),
+        ("variants/rtn-g32/transform", {"turn": {}}, "config.variants.rtn-g32.transform: unknown key 'turn'"),
+        ("variants/rtn-g32/transform", {"rotate": 3}, "config.variants.rtn-g32.transform.rotate: 3 is not of type"),
+        (
+            "variants/gptq-g128-mse/transform",
+            {"awq": {}},
+            "config: parts.gguf-iq4_xs-our-head.head_from: gptq-g128-mse: ",
+        ),
+        ("variants/gptq-g128-mse/transform", {"rotate": {}}, "its norms are not the original's"),
         ("baseline", "gptq-g96", "config: baseline: 'gptq-g96' is not a variant or rival"),
         ("bar", None, "config: key 'bar' is missing"),
     ],
@@ -115,6 +124,19 @@ def test_a_wrong_config_gives_one_line_that_names_the_key(path, value, message):
     with pytest.raises(YardstickError, match=message) as error:
         load_experiment(changed(path, value))
     assert "\n" not in str(error.value)
+
+
+def test_a_transform_changes_no_other_recipe_and_a_rotated_variant_is_not_probed():
+    experiment = load_experiment(changed("variants/rtn-g32/transform", {"rotate": {"seed": 3}}))
+    assert experiment.variants["rtn-g32"]["transform"] == {"rotate": {"seed": 3, "heads": False}}
+    assert "transform" not in experiment.variants["rtn-g64"]
+    all_probed = load_experiment(CONFIG).probed_of("smollm2-135m")
+    assert "rtn-g32" in all_probed
+    assert experiment.probed_of("smollm2-135m") == [name for name in all_probed if name != "rtn-g32"]
+    config = changed("variants/rtn-g32/transform", {"rotate": {}})
+    config["probe"]["candidates"] = ["rtn-g64", "rtn-g32"]
+    with pytest.raises(YardstickError, match="config: probe.candidates: rtn-g32 is rotated"):
+        load_experiment(config)
 
 
 def test_unknown_targets_are_named():

@@ -14,13 +14,14 @@ from tests.tiny import write_tiny_model
 from yardstick.cli import plan as command
 from yardstick.errors import YardstickError
 from yardstick.evaluate.probe_inputs import stage_inputs
-from yardstick.experiment import load_experiment
+from yardstick.load_experiment import load_experiment
 from yardstick.models.config import read_config
 from yardstick.models.folder import open_folder
 from yardstick.plan.sizes import matrices, parameters
 from yardstick.plan.steps import ModelPlan, Rates, missing_bytes
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_rtn import quantize_model
+from yardstick.quantize.transforms.rotate import transform
 from yardstick.rivals.export_folder import export_folder
 from yardstick.rivals.gguf_write import write_gguf
 from yardstick.sources.packed import PackedSource
@@ -70,15 +71,17 @@ def test_planned_bytes_are_those_of_the_files(tmp_path, tied):
     config = yaml.safe_load(Path("config/config.yaml").read_text())
     config["models"] = {"m": {"kind": "local", "path": str(folder)}}
     config["rivals"]["exported-g32"] = {"kind": "exported", "variant": "rtn-g32"}
-    config["variants"]["rtn-kept"] = {"method": "rtn", "keep_bf16": "lm_head|down_proj"}
+    kept = {"method": "rtn", "keep_bf16": "lm_head|down_proj"}
+    config["variants"]["rtn-kept"] = kept
+    config["variants"]["rtn-kept-rotated"] = kept | {"transform": {"rotate": {}}}  # whose head is no more the embedding
     experiment, original = load_experiment(config), open_folder(folder)
     plan = ModelPlan(experiment, "m", RATES)
     assert plan.model_bytes == sum(info.bits // 8 for info in original.source.infos().values())
-    for name in ("rtn-g32", "rtn-g128", "rtn-kept"):
-        writer = PackedWriter(tmp_path / name, "d")
-        writer.finish(
-            quantize_model(original.source, original.config, experiment.recipe(name), writer, None), {}, folder
-        )
+    for name in ("rtn-g32", "rtn-g128", "rtn-kept", "rtn-kept-rotated"):
+        writer, model = PackedWriter(tmp_path / name, "d"), (original.source, original.config)
+        if name == "rtn-kept-rotated":
+            model = transform(*model, {"seed": 0, "heads": False}, {}, writer, None)
+        writer.finish(quantize_model(*model, experiment.recipe(name), writer, None), {}, folder)
         files = list((tmp_path / name).glob("*.safetensors"))
         headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in files)
         assert plan.candidate_size(name) == sum(path.stat().st_size for path in files) - headers
@@ -251,3 +254,13 @@ def test_a_distilled_variant_is_planned():
     assert 0.9e12 < operations < 1.05e12
     assert 1.5e9 < short.memory < 3.2e9
     assert steps["quantize kd-codes"].memory - short.memory == pytest.approx(6 * 134.5e6, rel=1e-3)
+
+
+def test_a_search_of_scales_takes_time_of_its_own():
+    config = yaml.safe_load(Path("config/config.yaml").read_text())
+    config["variants"]["gptq-awq"] = config["variants"]["gptq-g128"] | {"transform": {"awq": {}}}
+    config["variants"]["awq"] = {"method": "awq"}
+    steps = {step.name: step for step in ModelPlan(load_experiment(config), "smollm2-135m", RATES).steps()}
+    assert steps["quantize gptq-awq"].seconds > steps["quantize gptq-g128"].seconds
+    assert steps["quantize awq"].seconds == steps["quantize gptq-awq"].seconds  # as long as GPTQ, at most
+    assert steps["quantize awq"].disk == steps["quantize rtn-g128"].disk

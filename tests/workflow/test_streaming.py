@@ -14,7 +14,7 @@ from tests.large import CONFIG, peak_gigabytes, write_large_model
 from tests.tiny import write_tiny_model
 from yardstick.corpora.manifest import ids_sha256
 from yardstick.evaluate.reference import load_states
-from yardstick.experiment import load_experiment
+from yardstick.load_experiment import load_experiment
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states
 from yardstick.plan.steps import ModelPlan, Rates

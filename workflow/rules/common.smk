@@ -10,11 +10,12 @@ from pathlib import Path
 from yardstick.cli.targets import check_targets, release_stale_lock
 from yardstick.engine import PACKED_MODEL
 from yardstick.errors import YardstickError
-from yardstick.experiment import ORIGINAL, load_experiment
+from yardstick.experiment import ORIGINAL
 from yardstick.formats import KINDS
 from yardstick.gsm8k.backends import BACKENDS
+from yardstick.load_experiment import load_experiment
 from yardstick.provenance import stage_files
-from yardstick.quantize.methods import METHODS
+from yardstick.quantize.methods import modules_of, needs_text
 
 try:
     EXPERIMENT = load_experiment(config)
@@ -77,12 +78,12 @@ def text_files(wildcards):
 
 
 def method_code(wildcards):
-    return code("yardstick.cli.quantize", METHODS[EXPERIMENT.variants[wildcards.variant]["method"]])
+    return code("yardstick.cli.quantize", *modules_of(EXPERIMENT.variants[wildcards.variant]))
 
 
 def calibration_sequences(wildcards):
     """RTN looks at no text."""
-    needed = EXPERIMENT.variants[wildcards.variant]["method"] != "rtn"
+    needed = needs_text(EXPERIMENT.variants[wildcards.variant])
     return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
 
 

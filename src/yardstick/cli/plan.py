@@ -9,7 +9,7 @@ import torch
 
 from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment
+from yardstick.load_experiment import load_experiment
 from yardstick.models.prefill import DTYPES, exact_arithmetic, pick_device
 from yardstick.plan.sizes import Weights
 from yardstick.plan.steps import ModelPlan, Rates, Step, missing_bytes

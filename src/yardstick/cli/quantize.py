@@ -12,7 +12,7 @@ from yardstick.models.folder import open_original
 from yardstick.models.prefill import exact_arithmetic
 from yardstick.provenance import code_digest, package_versions
 from yardstick.quantize.checkpoint import PackedWriter
-from yardstick.quantize.methods import METHODS
+from yardstick.quantize.methods import TRANSFORMS, is_folded, modules_of, transforms_of
 
 
 def main(arguments) -> None:
@@ -21,18 +21,23 @@ def main(arguments) -> None:
     matrices = [*original.config.body_matrices(), "lm_head.weight"]
     if recipe["keep_bf16"] and not any(re.search(recipe["keep_bf16"], name) for name in matrices):
         raise YardstickError(f"keep_bf16: {recipe['keep_bf16']!r} is found in no matrix name, such as {matrices[0]}")
-    module = METHODS[recipe["method"]]
+    modules = modules_of(recipe)
     inputs = {"model": original.digest}
     if arguments.calibration:
         inputs["calibration"] = sha256_file(arguments.calibration)
     start = {"start": arguments.start} if arguments.start else {}
     if start:
         inputs["start"] = sha256_file(arguments.start)
-    proof = {"recipe": recipe, "inputs": inputs, "code_sha256": code_digest("yardstick.cli.quantize", module)}
+    proof = {"recipe": recipe, "inputs": inputs, "code_sha256": code_digest("yardstick.cli.quantize", *modules)}
     writer = PackedWriter(arguments.output.parent, sha256_text(canonical_json(proof)))
-    method = importlib.import_module(module)
-    shards = method.quantize_model(original.source, original.config, recipe, writer, arguments.calibration, **start)
-    reports = writer.finish(shards, recipe, original.folder)
+    source, config = original.source, original.config
+    for name in transforms_of(recipe):
+        transform = importlib.import_module(TRANSFORMS[name]).transform
+        source, config = transform(source, config, recipe["transform"][name], recipe, writer, arguments.calibration)
+    method = importlib.import_module(modules[0])
+    shards = method.quantize_model(source, config, recipe, writer, arguments.calibration, **start)
+    folder = arguments.start.parent if start else original.folder
+    reports = writer.finish(shards, recipe, folder, is_folded(recipe))
     not_below = [r["name"] for r in reports if r["output_error"] >= r["output_error_rtn"]]
     if reports:
         print(

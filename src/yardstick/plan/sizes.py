@@ -8,6 +8,7 @@ from math import prod
 from yardstick.errors import YardstickError
 from yardstick.experiment import NOISE_FLOORS
 from yardstick.models.config import DELTA, ModelConfig
+from yardstick.quantize.methods import is_folded
 from yardstick.quantize.pack import group_count
 
 
@@ -88,7 +89,8 @@ def candidate_weights(config: ModelConfig, name: str, recipe: dict) -> Weights |
     if "method" in recipe or recipe["kind"] == "exported":
         exported = "method" not in recipe
         bits = variant_bits(config, recipe["variant"], exported_bits) if exported else variant_bits(config, recipe)
-        separate = embedding if not config.tied_head or bits["lm_head.weight"] != plain["lm_head.weight"] else 0
+        own_head = not config.tied_head or is_folded(recipe["variant"] if exported else recipe)
+        separate = embedding if own_head or bits["lm_head.weight"] != plain["lm_head.weight"] else 0
     elif recipe["kind"] == "gguf":
         bits = gguf_bits(config, recipe, measured)
         names = [] if config.tied_head else [config.embedding_name]

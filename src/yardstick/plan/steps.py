@@ -35,8 +35,10 @@ from yardstick.plan.step import (
     Step,
 )
 from yardstick.plan.tasks import TaskSteps
+from yardstick.quantize.methods import needs_text, search_steps
 from yardstick.quantize.run_distill import GRAPH_BYTES, graph_bytes
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
+from yardstick.quantize.scales import MOST_ROWS
 
 
 def model_shapes(experiment: Experiment, model: str) -> ModelConfig:
@@ -94,8 +96,8 @@ class ModelPlan(TaskSteps):
             steps.append(self.probe_inputs())
         for name, recipe in recipes.items():
             if name in self.experiment.variants:
-                quantize = {"rtn": self.rtn, "gptq": self.gptq, "distill": self.distill}[recipe["method"]]
-                steps.append(quantize(name, recipe))
+                calibrated = self.distill if "start" in recipe else self.gptq
+                steps.append(calibrated(name, recipe) if needs_text(recipe) else self.rtn(name, recipe))
             elif recipe["kind"] == "gguf":
                 steps.append(self.gguf(name))
             elif recipe["kind"] == "hub":
@@ -225,6 +227,9 @@ class ModelPlan(TaskSteps):
         operations += (1 + 8 * recipe.get("rounds", 0)) * sum(rows * columns**2 for rows, columns in shapes)
         # fp64 factors run at half of the rate; three of them, each a third of a product
         operations += 4 * sum(columns**3 for _, columns in shapes) / 2
+        if steps := search_steps(recipe):  # a forward more, and two products for each step of the search
+            operations += forward_operations(config, self.sequences, self.calibration_length)
+            operations += 4 * (steps + 1) * sum(min(rows, MOST_ROWS) * columns**2 for rows, columns in shapes)
         states = 4 * tokens * config.hidden_size * (3 if refined else 1)
         # every batch waits inside the block with its input of the stage, the widest of which is down_proj's
         waiting = 4 * tokens * (config.hidden_size + max(config.intermediate_size, config.num_heads * config.head_dim))
@@ -234,7 +239,7 @@ class ModelPlan(TaskSteps):
         )
         reads, size = 2 * self.model_bytes, self.candidate_size(name)
         seconds = START_SECONDS + reads / self.rates.disk + operations / (GPTQ_SHARE * self.rates.products["float32"])
-        trials = 60 if refined else 33 * recipe["mse"]
+        trials = 60 if refined else 33 * recipe.get("mse", False)
         if trials:  # they hold several copies of one group of all rows
             seconds += trials * RTN_SECONDS * parameters(config)
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from yardstick.files import atomic_path, one_key_metadata, sha256_file, write_json
+from yardstick.files import atomic_path, one_key_metadata, read_json, sha256_file, write_json
 from yardstick.quantize.pack import pack_nibbles
 from yardstick.sources.packed import CODES, MINIMA, SCALES
 
@@ -90,8 +90,11 @@ class PackedWriter:
             names = list(bundle.keys())
             return {key: bundle.get_tensor(key) for key in names}, _record(bundle)
 
-    def finish(self, shards: Iterable[str], recipe: dict, model_folder: Path) -> list[dict]:
-        """Write config.json, tokenizer and the index; delete shards of earlier runs. Returns the reports."""
+    def finish(self, shards: Iterable[str], recipe: dict, model_folder: Path, own_head: bool = False) -> list[dict]:
+        """Write config.json, tokenizer and the index; delete shards of earlier runs. Returns the reports.
+
+        With `own_head` the config says that the head is no copy of the embedding, whatever the original's says.
+        """
         weight_map, schemes, digests, reports, total = {}, {}, {}, [], 0
         for shard in shards:
             path = self._path(shard)
@@ -109,6 +112,10 @@ class PackedWriter:
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             if (model_folder / name).is_file():
                 shutil.copyfile(model_folder / name, self.folder / name)
+        if own_head:
+            raw = read_json(self.folder / "config.json")
+            untie(raw)
+            write_json(self.folder / "config.json", raw)
         packing = {"recipe": recipe, "tensors": schemes, "sha256": digests}
         write_json(
             self.folder / INDEX,
@@ -118,6 +125,13 @@ class PackedWriter:
 
     def _path(self, shard: str) -> Path:
         return self.folder / f"{shard}.safetensors"
+
+
+def untie(raw: dict) -> None:
+    """Let a config say that the head is a tensor of its own."""
+    raw["tie_word_embeddings"] = False
+    if isinstance(raw.get("text_config"), dict):
+        raw["text_config"]["tie_word_embeddings"] = False
 
 
 def _record(bundle) -> dict:

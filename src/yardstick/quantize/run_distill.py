@@ -76,8 +76,9 @@ class Student:
             found[name] = codes, scales, minima, matrix.group_size
         return found
 
-    def learn_codes(self, original: TensorSource) -> None:
-        """Give every matrix latent positions, from the original's weights, which move with each backward."""
+    def learn_codes(self, original: TensorSource | None) -> None:
+        """Give every matrix latent positions, which move with each backward: from the original's weights, or from the
+        codes where the matrices are others than the original's."""
         sides = sum(sum(matrix.codes.shape) for matrix in self.matrices.values())
         self.latent = torch.empty(self.codes.shape, device=self.device)
         self.momentum = torch.zeros(self.codes.shape, dtype=torch.bfloat16, device=self.device)
@@ -87,8 +88,11 @@ class Student:
             part = slice(weights, weights := weights + matrix.codes.numel())
             latent, momentum = (flat[part].view(matrix.codes.shape) for flat in (self.latent, self.momentum))
             rows, columns = (self.squares[sides : (sides := sides + size)] for size in matrix.codes.shape)
-            originals = original.get(self.config.head_name if name == HEAD else name).to(self.device).float()
-            latent.copy_(start_positions(originals, matrix))
+            if original is None:
+                latent.copy_(matrix.codes)
+            else:
+                originals = original.get(self.config.head_name if name == HEAD else name).to(self.device).float()
+                latent.copy_(start_positions(originals, matrix))
             matrix.rounding = Rounding(latent, momentum, rows, columns)
 
     def head(self) -> torch.Tensor:
@@ -258,6 +262,12 @@ class DistillRun:
         return record["steps"]
 
 
+def is_transformed(source: TensorSource, started: TensorSource) -> bool:
+    """Whether a checkpoint's matrices are others than the original's up to rounding: its norms are then, too."""
+    norms = [name for name, info in started.infos().items() if len(info.shape) == 1 and name in source.infos()]
+    return not all(torch.equal(source.get(name).float(), started.get(name).float()) for name in norms)
+
+
 def quantize_model(
     source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path, start: Path
 ) -> list[str]:
@@ -296,11 +306,11 @@ def train(
     learned, held = split_sequences({name: len(rows) for name, rows in arrays.items()}, recipe["held_out"])
     input_ids = load_calibration(calibration)
     rotary = rotary_table(config, input_ids.shape[1], device, torch.float32)
-    embedded = embed(source, config, input_ids, torch.float32, device)
+    embedded = embed(started, config, input_ids, torch.float32, device)
     teacher = Teacher(source, config, input_ids, writer)
     student = Student(started, config, device)
     if recipe["code_rate"]:
-        student.learn_codes(source)
+        student.learn_codes(None if is_transformed(source, started) else source)
     run = DistillRun(recipe, student, teacher, embedded, rotary)
     kept = writer.load_state(TRAINING)
     done, steps = run.restore(*kept) if kept else 0, recipe["steps"]

@@ -13,7 +13,7 @@ from yardstick.files import atomic_folder, read_json, write_json
 from yardstick.models.config import WRAPPED, load_config
 from yardstick.models.prefill import expected_tensors
 from yardstick.progress import progress
-from yardstick.quantize.checkpoint import INDEX
+from yardstick.quantize.checkpoint import INDEX, untie
 from yardstick.quantize.repack import relative_error
 from yardstick.rivals.export_ct import export_matrix, quantization_config, require_loadable
 from yardstick.sources.base import audit_source
@@ -110,13 +110,6 @@ def shards(
         yield source.reader, files[file]
     if extra:
         yield extra, list(not_measured(extra.headers))
-
-
-def untie(raw: dict) -> None:
-    """The head is a tensor of its own."""
-    raw["tie_word_embeddings"] = False
-    if isinstance(raw.get("text_config"), dict):
-        raw["text_config"]["tie_word_embeddings"] = False
 
 
 def copy_files(sources: list[Path], target: Path) -> None:
