@@ -9,6 +9,7 @@ import yaml
 
 from yardstick.errors import YardstickError
 from yardstick.formats import DECODED_BY, KINDS
+from yardstick.quantize.methods import FORMATS
 from yardstick.schema import check, extended
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
@@ -110,12 +111,17 @@ class Experiment:
             return [model for model in self.models if all(model in models for models in both)]
         return self.rivals.get(candidate, {}).get("models") or list(self.models)
 
+    def format_of(self, variant: str) -> str:
+        """The kind of source that reads a variant's checkpoint."""
+        return FORMATS.get(self.variants[variant]["method"], "packed")
+
     @property
     def engine(self) -> dict:
         """What the engine's speed is measured with: a variant, the baseline or else the first, and settings."""
         settings = self.config["engine"]
         named = settings["candidate"] or self.config["baseline"]
-        return settings | {"candidate": named if named in self.variants else next(iter(self.variants), None)}
+        packed = [name for name in self.variants if self.format_of(name) == "packed"]
+        return settings | {"candidate": named if named in packed else next(iter(packed), None)}
 
     @property
     def probe(self) -> dict | None:
@@ -219,7 +225,7 @@ class Experiment:
         candidate, settings = self.whole(candidate), self.config["evaluation"]
         recipe = {"batch_chunks": settings["batch_chunks"], "dtype": settings["dtype"], "forward": "yardstick"}
         if candidate in self.variants:
-            return recipe | {"source": "packed"}
+            return recipe | {"source": self.format_of(candidate)}
         if candidate in self.rivals:
             rival = self.rivals[candidate]
             kind = "bf16dir" if self.decoder(candidate) else rival.get("format", rival["kind"])
@@ -272,9 +278,8 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         if rival["kind"] == "made" and not all((TOOLS / rival["tool"] / file).is_file() for file in files):
             known = ", ".join(sorted(path.parent.name for path in TOOLS.glob("*/make.py")))
             raise YardstickError(f"config: rivals.{name}.tool: there is no tool {rival['tool']} (known: {known})")
-        if rival["kind"] == "exported" and rival["variant"] not in experiment.variants:
-            known, variant = ", ".join(experiment.variants), rival["variant"]
-            raise YardstickError(f"config: rivals.{name}.variant: there is no variant {variant} (known: {known})")
+        if rival["kind"] == "exported":
+            _require_packed(experiment, rival["variant"], f"rivals.{name}.variant")
         if rival["kind"] == "made" and rival["format"] in DECODED_BY:
             raise YardstickError(f"config: rivals.{name}.format: {rival['format']} is for rivals of kind hub or local")
     _check_tasks(experiment)
@@ -311,9 +316,8 @@ def _check_tasks(experiment: Experiment) -> None:
     if len(experiment.own_texts) == len(config["corpora"]["evaluation"]["texts"]):
         raise YardstickError("config: corpora.evaluation.texts: there must be one that is not of kind generated")
     timed = config["engine"]["candidate"]
-    if timed is not None and timed not in experiment.variants:
-        known = ", ".join(experiment.variants) or "none"
-        raise YardstickError(f"config: engine.candidate: {timed!r} is not a variant (known: {known})")
+    if timed is not None:
+        _require_packed(experiment, timed, "engine.candidate")
     for key in ("gsm8k", "probe"):
         unknown = sorted(set(config.get(key, {}).get("candidates") or []) - set(rows))
         if unknown:
@@ -329,6 +333,19 @@ def _check_tasks(experiment: Experiment) -> None:
             raise YardstickError(
                 f"config: gsm8k.servers.{name}.models: there is no model {missing[0]} (known: {known})"
             )
+
+
+def _require_packed(experiment: Experiment, name: str, where: str) -> None:
+    """Refuse a name that is no variant in packed int4.
+
+    Raises:
+        YardstickError: names it.
+    """
+    packed = [other for other in experiment.variants if experiment.format_of(other) == "packed"]
+    if name not in packed:
+        known, stored = ", ".join(packed) or "none", name in experiment.variants
+        wrong = f"{name} is stored as {experiment.format_of(name)}" if stored else f"there is no variant {name}"
+        raise YardstickError(f"config: {where}: {wrong} (packed variants: {known})")
 
 
 def _check_part(experiment: Experiment, name: str, part: dict) -> None:

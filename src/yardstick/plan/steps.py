@@ -30,6 +30,7 @@ from yardstick.plan.step import (
     PROCESS,
     RTN_SECONDS,
     START_SECONDS,
+    TRELLIS_SECONDS,
     WIDTH,
     Rates,
     Step,
@@ -227,7 +228,9 @@ class ModelPlan(TaskSteps):
         memory = PROCESS + states + max(waiting + layer_bytes(config, 4), head) + 8 * 4 * widest**2
         reads, size = 2 * self.model_bytes, self.candidate_size(name)
         seconds = START_SECONDS + reads / self.rates.disk + operations / (GPTQ_SHARE * self.rates.products["float32"])
-        if recipe["mse"]:  # its trials hold several copies of one group of all rows
+        if recipe["method"] == "trellis":
+            seconds += TRELLIS_SECONDS * 2 ** recipe["state_bits"] * parameters(config)
+        elif recipe["mse"]:  # its trials hold several copies of one group of all rows
             seconds += 33 * RTN_SECONDS * parameters(config)
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]
         return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)

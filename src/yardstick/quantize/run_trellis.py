@@ -12,7 +12,7 @@ from yardstick.quantize.hessian import Hessian
 from yardstick.quantize.pack import pack_nibbles
 from yardstick.quantize.run_gptq import GptqRun, walk
 from yardstick.quantize.trellis import TILE_ROWS, tile_counts
-from yardstick.quantize.trellis_search import quantize_trellis
+from yardstick.quantize.trellis_search import TrellisCodes, quantize_trellis
 from yardstick.sources.base import TensorSource
 from yardstick.sources.packed import SCALES
 from yardstick.sources.trellis import TRELLIS, decode_trellis
@@ -34,23 +34,28 @@ class TrellisRun(GptqRun):
         result = quantize_trellis(torch.cat(padded), mean, state_bits, self.recipe["damping"], names[0])
         if result.damping != self.recipe["damping"]:
             print(f"{names[0]}: damping raised to {result.damping:g}", file=sys.stderr)
-        packed = pack_nibbles(result.symbols.flatten(0, 1)).view(*result.symbols.shape[:2], -1)
         outputs, tile = [], 0
         for name, matrix in zip(names, matrices, strict=True):
-            tiles = slice(tile, tile + tile_counts(matrix.shape)[0])
-            stem, scheme = name.removesuffix(".weight"), {"shape": list(matrix.shape), "state_bits": state_bits}
-            first = tile * TILE_ROWS
-            parts = {TRELLIS: packed[tiles], SCALES: result.scales[first : first + len(matrix)]}
-            restored = decode_trellis({stem + end: part for end, part in parts.items()}.__getitem__, name, scheme)
+            parts, scheme = encoded(result, matrix.shape, state_bits, tile)
+            tile += len(parts[TRELLIS])
+            stored = {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+            restored = decode_trellis(stored.__getitem__, name, scheme)
             report = self.errors(name, matrix.float(), restored, mean) | {"damping": result.damping}
             self.writer.add_encoded(name, parts, scheme, report)
             outputs.append(restored)
-            tile = tiles.stop
         return outputs
 
     @staticmethod
     def decode(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
         return decode_trellis(stored, name, scheme)
+
+
+def encoded(codes: TrellisCodes, shape: tuple[int, int], state_bits: int, tile: int = 0) -> tuple[dict, dict]:
+    """Stored tensors, by the ends of their names, and scheme of the matrix whose rows begin at a tile."""
+    symbols, first = codes.symbols[tile : tile + tile_counts(shape)[0]], tile * TILE_ROWS
+    packed = pack_nibbles(symbols.flatten(0, 1)).view(*symbols.shape[:2], -1)
+    parts = {TRELLIS: packed, SCALES: codes.scales[first : first + shape[0]]}
+    return parts, {"shape": list(shape), "state_bits": state_bits}
 
 
 def quantize_model(

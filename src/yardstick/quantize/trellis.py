@@ -25,7 +25,7 @@ SYMBOL_BITS = 4
 TILE_ROWS, TILE_COLUMNS = 64, 4
 SEQUENCE = TILE_ROWS * TILE_COLUMNS
 # state bits -> multiplier of least error on normal numbers among those that were tried (docs/log.md)
-MULTIPLIERS = {8: 49, 10: 61, 12: 3851}
+MULTIPLIERS = {8: 49, 10: 67, 12: 265}
 WIDTH = 1.14  # standard deviation of the normal distribution that the codebook follows; best for weights of deviation 1
 
 

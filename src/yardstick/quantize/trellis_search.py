@@ -89,7 +89,7 @@ class TrellisCodes:
 def quantize_trellis(
     weights: torch.Tensor, hessian: torch.Tensor, state_bits: int, damping: float, what: str
 ) -> TrellisCodes:
-    """Quantize fp32 weights [rows, in], whole tiles of rows, under the Hessian [in, in] of their input.
+    """Quantize fp32 weights [out, in] under the Hessian [in, in] of their input; rows are padded to whole tiles.
 
     In the rotated basis the columns of a tile are coded together. With U the factor of `inverse_factor`, B the columns
     of a tile and L those behind, the error E of the tile is then spread by W_L -= E U_BB^-1 U_BL (the block form of
@@ -98,8 +98,10 @@ def quantize_trellis(
     Raises:
         YardstickError: the Hessian cannot be factored.
     """
-    rows, in_features = weights.shape
-    down, across = tile_counts((rows, in_features))
+    in_features = weights.shape[1]
+    down, across = tile_counts(weights.shape)
+    rows = down * TILE_ROWS
+    weights = torch.nn.functional.pad(weights, (0, 0, 0, rows - len(weights)))
     values = codebook(state_bits).to(weights.device)
     rotated = rotate(weights)
     scales = rotated.square().mean(1).sqrt().bfloat16()
