@@ -47,7 +47,7 @@ def test_default_config_is_whole():
         (
             "variants/rtn-g32/method",
             "magic",
-            r"config.variants.rtn-g32.method: must be one of rtn, gptq \(got 'magic'\)",
+            r"config.variants.rtn-g32.method: must be one of rtn, gptq, trellis \(got 'magic'\)",
         ),
         ("variants/rtn-g32/group_size", 1, "config.variants.rtn-g32.group_size: 1 is less than the minimum of 2"),
         ("variants/rtn-g32/group_size", "32", "config.variants.rtn-g32.group_size: '32' is not of type 'integer'"),

@@ -17,6 +17,8 @@ small enough for a search on a CPU:
   stored, and works on the inputs only: rows stay apart, so a head can be read by rows.
 """
 
+import functools
+
 import torch
 
 from yardstick.quantize.pack import unpack_nibbles
@@ -88,7 +90,8 @@ def _transform(matrix: torch.Tensor) -> torch.Tensor:
     """Rows through (Hartley of the odd part of the width) x (Hadamard of its power of two), which is its own inverse.
 
     Entries of a Hartley transform of order m are (cos a + sin a) / sqrt(m), a = 2 pi j k / m: none is above
-    sqrt(2 / m), and it exists for every m, where Hadamard matrices do not.
+    sqrt(2 / m), and it exists for every m, where Hadamard matrices do not. It is summed term by term, not as a matrix
+    product: a row then does not depend on how many are decoded with it.
     """
     rows, width = matrix.shape
     power = width & -width
@@ -101,5 +104,7 @@ def _transform(matrix: torch.Tensor) -> torch.Tensor:
     if odd > 1:
         steps = torch.arange(odd)
         angles = (steps[:, None] * steps % odd).double() * (2 * torch.pi / odd)
-        matrix = (angles.cos() + angles.sin()).float().to(matrix.device) @ matrix
+        hartley = (angles.cos() + angles.sin()).float().to(matrix.device)
+        terms = (hartley[:, i, None] * matrix[:, i : i + 1] for i in range(odd))
+        matrix = functools.reduce(torch.Tensor.add_, terms)
     return matrix.reshape(rows, width) / width**0.5
