@@ -26,7 +26,8 @@ from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.pack import unpack_nibbles
 from yardstick.quantize.run_trellis import encoded
 from yardstick.quantize.trellis import codebook, dequantize, rotate, states, unrotate
-from yardstick.quantize.trellis_search import quantize_trellis, search, viterbi
+from yardstick.quantize.trellis_search import quantize_trellis
+from yardstick.quantize.viterbi import compiled, viterbi
 from yardstick.sources import open_source
 
 
@@ -82,33 +83,60 @@ def test_the_rotation_is_hartley_times_hadamard_times_signs(width):
 def test_viterbi_finds_what_trying_all_finds(symbol_bits, state_bits, steps):
     rng = np.random.default_rng(state_bits)
     values = rng.standard_normal(1 << state_bits).astype(np.float32)
-    targets = rng.standard_normal((steps, 7)).astype(np.float32)
+    targets = rng.standard_normal((7, steps)).astype(np.float32)
     mask, best = (1 << state_bits) - 1, [(math.inf, None)] * 7
     for symbols in itertools.product(range(1 << symbol_bits), repeat=steps):
         state, found = 0, []
         for symbol in symbols:
             state = (state << symbol_bits | symbol) & mask
             found.append(values[state])
-        costs = np.square(np.array(found, dtype=np.float64)[:, None] - targets).sum(0)
+        costs = np.square(np.array(found, dtype=np.float64) - targets).sum(1)
         best = [min(old, (cost, symbols), key=lambda way: way[0]) for old, cost in zip(best, costs, strict=True)]
-    assert viterbi(targets, values, symbol_bits).T.tolist() == [list(symbols) for _, symbols in best]
+    found = viterbi(torch.from_numpy(targets), torch.from_numpy(values), symbol_bits)
+    assert found.tolist() == [list(symbols) for _, symbols in best]
 
 
-def test_parts_of_a_search_give_what_the_whole_gives(monkeypatch):
-    targets, values = torch.randn(20, 11), codebook(8)
-    whole = search(targets, values)
-    assert torch.equal(whole, torch.from_numpy(viterbi(targets.numpy(), values.numpy())).T)
-    monkeypatch.setattr("yardstick.quantize.trellis_search.FEWEST_COSTS", 256)
-    monkeypatch.setattr("yardstick.quantize.trellis_search.MOST_COSTS", 512)  # two sequences at once
-    assert torch.equal(search(targets, values), whole)
+def step_by_step(targets, values):
+    """The search for one sequence in numpy, with all costs of all states and decisions kept."""
+    costs, decisions = np.full(len(values), np.inf, dtype=np.float32), []
+    costs[0] = 0
+    for target in targets:
+        ways = costs.reshape(16, -1)  # states with the same end lead to the same ones
+        decisions.append(ways.argmin(0))
+        costs = np.repeat(ways.min(0), 16) + np.square(values - target)
+    state, symbols = int(costs.argmin()), []
+    for decision in reversed(decisions):
+        symbols.append(state % 16)
+        state = int(decision[state // 16]) * (len(values) // 16) + state // 16
+    return symbols[::-1]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_search_of_sixteen_values_a_symbol_is_the_one_in_numpy(threads, monkeypatch):
+    """Bit for bit, ties included: half of the targets are values of states, and whole numbers make equal costs."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for values in (codebook(10), codebook(8).round()):
+        targets = torch.randn(7, 40)
+        targets[:, ::2] = values[torch.randint(len(values), (7, 20))]
+        found = viterbi(targets, values)
+        assert found.tolist() == [step_by_step(row, values.numpy()) for row in targets.numpy()]
+
+
+def test_without_a_compiler_or_with_one_that_fails_there_is_one_line(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(YardstickError, match="there is no C compiler: install gcc"):
+        compiled.__wrapped__(16)
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/false")
+    with pytest.raises(YardstickError, match="searched in C, and /bin/false fails"):
+        compiled.__wrapped__(16)
 
 
 @pytest.mark.parametrize(("state_bits", "bound"), [(8, 0.0059), (10, 0.0052), (12, 0.0050)])
 def test_error_on_normal_numbers(state_bits, bound):
     """A uniform grid of 16 levels has 0.0100 at group 128, the best that 4 bits allow is 0.0039."""
-    targets, values = torch.randn(256, 24), codebook(state_bits)
-    found = values[states(search(targets, values), state_bits)]
-    assert 0.0042 < float((found.T - targets).square().mean()) < bound
+    targets, values = torch.randn(24, 256), codebook(state_bits)
+    found = values[states(viterbi(targets, values), state_bits)]
+    assert 0.0042 < float((found - targets).square().mean()) < bound
 
 
 def decoded_by_hand(parts, shape, state_bits):
@@ -159,9 +187,8 @@ def test_errors_are_spread_as_the_definition_says():
         first, last = 4 * tile, min(4 * tile + 4, in_features)
         for half in range(2):
             rows = slice(64 * half, 64 * half + 64)
-            targets = columns[rows, first : first + 4].T.reshape(256, 1).float()
-            found = torch.from_numpy(viterbi(targets.numpy(), values.numpy())).T
-            agreeing.append((found[0] == ours.symbols[half, tile]).float().mean())
+            targets = columns[rows, first : first + 4].T.reshape(1, 256).float()
+            agreeing.append((viterbi(targets, values)[0] == ours.symbols[half, tile]).float().mean())
             # go on from our symbols: a near tie that falls the other way would move all that follows
             restored = values[states(ours.symbols[half, tile], 8)].view(4, 64).T.double()
             errors = (columns[rows, first : first + 4] - restored)[:, : last - first]
