@@ -26,17 +26,17 @@ from yardstick.quantize.pack import unpack_nibbles
 SYMBOL_BITS = 4
 TILE_ROWS, TILE_COLUMNS = 64, 4
 SEQUENCE = TILE_ROWS * TILE_COLUMNS
-# state bits -> multiplier of least error on normal numbers among those that were tried (docs/log.md)
-MULTIPLIERS = {8: 49, 10: 67, 12: 265}
-WIDTH = 1.14  # standard deviation of the normal distribution that the codebook follows; best for weights of deviation 1
+# state bits -> multiplier, and standard deviation of the normal distribution that the values follow: those of least
+# error on normal numbers of deviation 1 among some that were tried (docs/log.md)
+CODEBOOKS = {8: (49, 1.16), 10: (67, 1.14), 12: (265, 1.12), 14: (1043, 1.08), 16: (4135, 1.05)}
 
 
 def codebook(state_bits: int) -> torch.Tensor:
-    """Values of all states, fp32 numbers that are exact in fp16: `WIDTH` times the normal quantiles of
+    """Values of all states, fp32 numbers that are exact in fp16: deviation times the normal quantiles of
     (multiplier * state mod 2^state_bits + 1/2) / 2^state_bits."""
-    count = 1 << state_bits
-    order = torch.arange(count) * MULTIPLIERS[state_bits] % count
-    return (WIDTH * torch.special.ndtri((order.double() + 0.5) / count)).half().float()
+    (multiplier, deviation), count = CODEBOOKS[state_bits], 1 << state_bits
+    order = torch.arange(count) * multiplier % count
+    return (deviation * torch.special.ndtri((order.double() + 0.5) / count)).half().float()
 
 
 def states(symbols: torch.Tensor, state_bits: int) -> torch.Tensor:

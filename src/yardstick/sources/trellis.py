@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.quantize.trellis import MULTIPLIERS, SEQUENCE, TILE_ROWS, dequantize, tile_counts
+from yardstick.quantize.trellis import CODEBOOKS, SEQUENCE, TILE_ROWS, dequantize, tile_counts
 from yardstick.sources.packed import SCALES, PackedSource, is_shape
 
 TRELLIS = ".weight_trellis"
@@ -20,10 +20,10 @@ class TrellisSource(PackedSource):
 
     def wanted(self, name: str, scheme: object) -> tuple[dict[str, tuple[str, list[int]]], str]:
         shape, bits = (scheme.get("shape"), scheme.get("state_bits")) if isinstance(scheme, dict) else (None, None)
-        if not (is_shape(shape) and type(bits) is int and bits in MULTIPLIERS):
+        if not (is_shape(shape) and type(bits) is int and bits in CODEBOOKS):
             raise YardstickError(
                 f"{self.path}: tensor {name}: the index names no shape [out, in] and state_bits of "
-                f"{', '.join(map(str, MULTIPLIERS))}; is it a trellis: checkpoint?"
+                f"{', '.join(map(str, CODEBOOKS))}; is it a trellis: checkpoint?"
             )
         tiles = [*tile_counts(shape), SEQUENCE // 2]
         return {TRELLIS: ("U8", tiles), SCALES: ("BF16", shape[:1])}, f"{shape} as a trellis"
