@@ -1,5 +1,5 @@
-"""Viterbi's search through a bit-shift trellis, in C: a weight costs some hundred cycles, where numpy and torch take
-ten times as long over the same operations and their calls.
+"""Viterbi's search through a bit-shift trellis, in C: numpy and torch take ten times as long over the same operations
+and their calls (docs/log.md).
 
 It is compiled where it runs, once a process, with the C compiler of the machine. Every value is made by one rounding
 after the other, in an order of its own, so results depend neither on the compiler nor on the width of vectors.
@@ -108,7 +108,10 @@ def compiled(branches: int) -> ctypes.CDLL:
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
             raise YardstickError(f"trellis codes are searched in C, and {compiler} fails: {result.stderr[-300:]}")
-        return ctypes.CDLL(str(library))
+        try:
+            return ctypes.CDLL(str(library))
+        except OSError as error:  # a temporary folder that nothing may be run from
+            raise YardstickError(f"trellis codes are searched in C, which cannot be loaded ({error})") from None
 
 
 def viterbi(targets: torch.Tensor, values: torch.Tensor, symbol_bits: int = 4) -> torch.Tensor:
