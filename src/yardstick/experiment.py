@@ -67,6 +67,10 @@ class Experiment:
         """Candidates of one model whose loss is told apart by module."""
         return self.chosen("attribution", model)
 
+    def format_of(self, variant: str) -> str:
+        """The kind of source that reads a variant's checkpoint."""
+        return FORMATS.get(self.variants[variant]["method"], "packed")
+
     def ablation_of(self, model: str) -> list[str]:
         """Rows of one model that are the steps of a method, in their order."""
         return [name for name in self.config.get("ablation", []) if name in self.candidates_of(model)]
@@ -109,7 +113,8 @@ class Experiment:
         """What the engine's speed is measured with: a variant, the baseline or else the first, and settings."""
         settings = self.config["engine"]
         named = settings["candidate"] or self.config["baseline"]
-        return settings | {"candidate": named if named in self.variants else next(iter(self.variants), None)}
+        packed = [name for name in self.variants if self.format_of(name) == "packed"]
+        return settings | {"candidate": named if named in packed else next(iter(packed), None)}
 
     @property
     def probe(self) -> dict | None:
@@ -226,8 +231,8 @@ class Experiment:
         settings, is_part, candidate = self.config["evaluation"], candidate in self.parts, self.whole(candidate)
         recipe = {"batch_chunks": settings["batch_chunks"], "dtype": settings["dtype"], "forward": "yardstick"}
         if candidate in self.variants or candidate in self.rivals:
-            rival = self.rivals.get(candidate, {"kind": "packed"})
-            recipe["source"] = "bf16dir" if self.decoder(candidate) else rival.get("format", rival["kind"])
+            made = self.rivals.get(candidate) or {"kind": self.format_of(candidate)}
+            recipe["source"] = "bf16dir" if self.decoder(candidate) else made.get("format", made["kind"])
             if (recipe["source"], settings["weights"], is_part) == ("packed", "packed", False):
                 recipe["weights"] = "packed"
             return recipe

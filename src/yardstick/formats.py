@@ -4,6 +4,7 @@
 KINDS = {
     "hf": ("yardstick.sources.hf", "HuggingFaceSource"),
     "packed": ("yardstick.sources.packed", "PackedSource"),
+    "trellis": ("yardstick.sources.trellis", "TrellisSource"),
     "gguf": ("yardstick.sources.gguf", "GgufSource"),
     "ct": ("yardstick.sources.compressed_tensors", "CompressedTensorsSource"),
     "gptq": ("yardstick.sources.gptq", "GptqSource"),

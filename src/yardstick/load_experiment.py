@@ -51,12 +51,11 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
         if rival["kind"] == "made" and not all((TOOLS / rival["tool"] / file).is_file() for file in files):
             known = ", ".join(sorted(path.parent.name for path in TOOLS.glob("*/make.py")))
             raise YardstickError(f"config: rivals.{name}.tool: there is no tool {rival['tool']} (known: {known})")
-        if rival["kind"] == "exported" and rival["variant"] not in experiment.variants:
-            known, variant = ", ".join(experiment.variants), rival["variant"]
-            raise YardstickError(f"config: rivals.{name}.variant: there is no variant {variant} (known: {known})")
+        if rival["kind"] == "exported":
+            _require_packed(experiment, rival["variant"], f"rivals.{name}.variant")
         if rival["kind"] == "made" and rival["format"] in DECODED_BY:
             raise YardstickError(f"config: rivals.{name}.format: {rival['format']} is for rivals of kind hub or local")
-    _resolve_starts(experiment.variants)
+    _resolve_starts(experiment)
     _check_tasks(experiment)
     for key in ("baseline", "bar"):
         if config[key] not in names:
@@ -93,9 +92,8 @@ def _check_tasks(experiment: Experiment) -> None:
     if len(experiment.own_texts) == len(config["corpora"]["evaluation"]["texts"]):
         raise YardstickError("config: corpora.evaluation.texts: there must be one that is not of kind generated")
     timed = config["engine"]["candidate"]
-    if timed is not None and timed not in experiment.variants:
-        known = ", ".join(experiment.variants) or "none"
-        raise YardstickError(f"config: engine.candidate: {timed!r} is not a variant (known: {known})")
+    if timed is not None:
+        _require_packed(experiment, timed, "engine.candidate")
     for key in ("gsm8k", "probe"):
         unknown = sorted(set(config.get(key, {}).get("candidates") or []) - set(rows))
         if unknown:
@@ -116,12 +114,13 @@ def _check_tasks(experiment: Experiment) -> None:
             )
 
 
-def _resolve_starts(variants: dict[str, dict]) -> None:
+def _resolve_starts(experiment: Experiment) -> None:
     """Give every variant that starts from another the packing of that one: its group size and what it keeps in bf16.
 
     Raises:
         YardstickError: a start is no variant, or leads back to where it came from.
     """
+    variants = experiment.variants
     for name, recipe in variants.items():
         seen, first = [name], name
         while "start" in variants[first]:
@@ -132,8 +131,23 @@ def _resolve_starts(variants: dict[str, dict]) -> None:
             if first in seen:
                 raise YardstickError(f"config: variants.{name}.start: leads to itself ({' -> '.join([*seen, first])})")
             seen.append(first)
-        for key in ("group_size", "keep_bf16"):
+        if first != name:
+            _require_packed(experiment, first, f"variants.{seen[-2]}.start")
+        for key in ("group_size", "keep_bf16") if first != name else ():
             recipe.setdefault(key, variants[first][key])
+
+
+def _require_packed(experiment: Experiment, name: str, where: str) -> None:
+    """Refuse a name that is no variant in packed int4.
+
+    Raises:
+        YardstickError: names it.
+    """
+    packed = [other for other in experiment.variants if experiment.format_of(other) == "packed"]
+    if name not in packed:
+        known, stored = ", ".join(packed) or "none", name in experiment.variants
+        wrong = f"{name} is stored as {experiment.format_of(name)}" if stored else f"there is no variant {name}"
+        raise YardstickError(f"config: {where}: {wrong} (packed variants: {known})")
 
 
 def _check_part(experiment: Experiment, name: str, part: dict) -> None:

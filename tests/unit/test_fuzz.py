@@ -36,6 +36,8 @@ from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.grid import Grid, round_to_nearest
+from yardstick.quantize.run_trellis import encoded
+from yardstick.quantize.trellis_search import quantize_trellis
 from yardstick.sources import audit_source, open_source
 
 UP, DOWN, NORM = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "model.norm"
@@ -62,11 +64,28 @@ def packed(folder: Path) -> str:
         writer.add_plain(name, tensor)
     writer.finish_shard("only")
     writer.finish(["only"], {"method": "rtn"}, folder / "no-model")
+    return without_digests("packed", folder)
+
+
+def without_digests(kind: str, folder: Path) -> str:
+    """With them every changed byte is found at once."""
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
-    del content["metadata"]["yardstick"]["sha256"]  # with it every changed byte is found at once
+    del content["metadata"]["yardstick"]["sha256"]
     index.write_text(json.dumps(content))
-    return f"packed:{folder}"
+    return f"{kind}:{folder}"
+
+
+def trellis(folder: Path) -> str:
+    writer = PackedWriter(folder, "d")
+    for name, shape in ((UP, (70, 47)), (DOWN, (20, 24))):
+        result = quantize_trellis(torch.randn(shape), torch.eye(shape[1]), 8, 0.01, name)
+        writer.add_encoded(f"{name}.weight", *encoded(result, shape, 8))
+    for name, tensor in PLAIN.items():
+        writer.add_plain(name, tensor)
+    writer.finish_shard("only")
+    writer.finish(["only"], {"method": "trellis"}, folder / "no-model")
+    return without_digests("trellis", folder)
 
 
 def gguf_file(folder: Path) -> str:
@@ -182,6 +201,7 @@ BUILDERS = {
     "hf": plain_shards,
     "bf16dir": decoded_folder,
     "packed": packed,
+    "trellis": trellis,
     "gguf": gguf_file,
     "ct": ct_folder,
     "gptq": gptq_folder,

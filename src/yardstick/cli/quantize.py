@@ -1,4 +1,4 @@
-"""Make one quantized variant of a model: a packed int4 checkpoint, resumed layer by layer."""
+"""Make one quantized variant of a model: a checkpoint of our own, resumed layer by layer."""
 
 import importlib
 import re

@@ -10,6 +10,7 @@ from yardstick.experiment import NOISE_FLOORS
 from yardstick.models.config import DELTA, ModelConfig
 from yardstick.quantize.methods import is_folded
 from yardstick.quantize.pack import group_count
+from yardstick.quantize.trellis import SEQUENCE, SYMBOL_BITS, tile_counts
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ def packed_bits(shape: tuple[int, int], group_size: int) -> int:
     return rows * (8 * -(-columns // 2) + 32 * group_count(columns, group_size))
 
 
+def trellis_bits(shape: tuple[int, int]) -> int:
+    """Bits of a matrix in the trellis format: whole tiles, and a scale for each row."""
+    return prod(tile_counts(shape)) * SEQUENCE * SYMBOL_BITS + 16 * shape[0]
+
+
 def exported_bits(shape: tuple[int, int], group_size: int) -> int:
     """Bits of a matrix in compressed-tensors: words of codes along a row and of zero points along a column, bf16
     scales, and its shape."""
@@ -52,8 +58,13 @@ def exported_bits(shape: tuple[int, int], group_size: int) -> int:
 def variant_bits(config: ModelConfig, recipe: dict, stored=packed_bits) -> dict[str, int]:
     """Stored bits of each quantized matrix of one of our variants, or of its export; kept ones are bf16."""
     keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
+    trellis = recipe["method"] == "trellis"
+
+    def bits(shape: tuple[int, int]) -> int:
+        return trellis_bits(shape) if trellis else stored(shape, recipe["group_size"])
+
     return {
-        name: 16 * prod(shape) if keep and keep.search(name) else stored(shape, recipe["group_size"])
+        name: 16 * prod(shape) if keep and keep.search(name) else bits(shape)
         for name, shape in matrices(config).items()
     }
 

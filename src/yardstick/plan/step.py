@@ -10,6 +10,7 @@ HEAP = 1.3  # what the heap keeps of freed layers beside those that are alive
 FORWARD_SHARE, GPTQ_SHARE, DECODE_SHARE = 0.65, 0.45, 0.5
 # seconds for each weight on one core, from the default experiment: round to nearest, and ggml's quantizers
 RTN_SECONDS, GGUF_SECONDS = 1.2e-8, 2.0e-8
+TRELLIS_SECONDS = 1.6e-10  # for each weight and state of the search
 # and of generation: answers in batches, own text a few windows at a time
 ANSWER_SHARE, OWN_TEXT_SHARE = 0.3, 0.05
 

@@ -30,6 +30,7 @@ from yardstick.plan.step import (
     PROCESS,
     RTN_SECONDS,
     START_SECONDS,
+    TRELLIS_SECONDS,
     WIDTH,
     Rates,
     Step,
@@ -240,7 +241,9 @@ class ModelPlan(TaskSteps):
         reads, size = 2 * self.model_bytes, self.candidate_size(name)
         seconds = START_SECONDS + reads / self.rates.disk + operations / (GPTQ_SHARE * self.rates.products["float32"])
         trials = 60 if refined else 33 * recipe.get("mse", False)
-        if trials:  # they hold several copies of one group of all rows
+        if recipe["method"] == "trellis":
+            seconds += TRELLIS_SECONDS * 2 ** recipe["state_bits"] * parameters(config)
+        elif trials:  # they hold several copies of one group of all rows
             seconds += trials * RTN_SECONDS * parameters(config)
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]
         return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)

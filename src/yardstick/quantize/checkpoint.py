@@ -36,11 +36,14 @@ class PackedWriter:
 
     def add_quantized(self, name: str, codes, scales, minima, group_size: int, report: dict | None = None) -> None:
         """Put a matrix into the shard that is being built. `report` goes into the checkpoint's record."""
-        stem = name.removesuffix(".weight")
-        self._tensors[stem + CODES] = pack_nibbles(codes).cpu()
-        self._tensors[stem + SCALES] = scales.cpu().contiguous()
-        self._tensors[stem + MINIMA] = minima.cpu().contiguous()
-        self._schemes[name] = {"group_size": group_size, "shape": list(codes.shape)}
+        parts = {CODES: pack_nibbles(codes), SCALES: scales, MINIMA: minima}
+        self.add_encoded(name, parts, {"group_size": group_size, "shape": list(codes.shape)}, report)
+
+    def add_encoded(self, name: str, parts: dict[str, torch.Tensor], scheme: dict, report: dict | None = None) -> None:
+        """Put a matrix of any format: stored tensors by the ends of their names, and the scheme that decodes them."""
+        for end, tensor in parts.items():
+            self.add_plain(name.removesuffix(".weight") + end, tensor)
+        self._schemes[name] = scheme
         if report:
             self._reports.append({"name": name, **report})
 

@@ -6,7 +6,10 @@ METHODS = {
     "distill": "yardstick.quantize.run_distill",
     "gptq-refined": "yardstick.quantize.run_refined",
     "awq": "yardstick.quantize.run_awq",
+    "trellis": "yardstick.quantize.run_trellis",
 }
+# the format of a method's checkpoints, where it is not `packed`
+FORMATS = {"trellis": "trellis"}
 
 # changes of the model that a recipe may ask for under `transform`, in the order in which they are made
 TRANSFORMS = {

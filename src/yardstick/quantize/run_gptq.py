@@ -7,6 +7,7 @@ weights. The output head comes last, on the final-normed states.
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,47 +49,57 @@ class GptqRun:
         if result.damping != self.recipe["damping"]:
             print(f"{names[0]}: damping raised to {result.damping:g}", file=sys.stderr)
         restored = dequantize(result.codes, result.scales, result.minima, self.grid.group_size)
-        plain_grid = Grid(self.grid.group_size)
         outputs, start = [], 0
         for name, matrix in zip(names, matrices, strict=True):
             rows = slice(start, start + len(matrix))
             start += len(matrix)
-            nearest = dequantize(*round_to_nearest(stacked[rows], plain_grid), self.grid.group_size)
-            error = output_error(stacked[rows], restored[rows], mean)
-            nearest_error = output_error(stacked[rows], nearest, mean)
-            if error >= nearest_error:
-                print(
-                    f"{name}: output error {error:.4g} is not below round-to-nearest's {nearest_error:.4g}",
-                    file=sys.stderr,
-                )
-            report = {
-                "output_error": error,
-                "output_error_rtn": nearest_error,
-                "weight_error": float((stacked[rows] - restored[rows]).square().sum(dtype=torch.float64)),
-                "weight_error_rtn": float((stacked[rows] - nearest).square().sum(dtype=torch.float64)),
-                "damping": result.damping,
-            }
+            report = self.errors(name, stacked[rows], restored[rows], mean) | {"damping": result.damping}
             self.writer.add_quantized(
                 name, result.codes[rows], result.scales[rows], result.minima[rows], self.grid.group_size, report
             )
             outputs.append(restored[rows])
         return outputs
 
+    def errors(self, name: str, weights: torch.Tensor, restored: torch.Tensor, mean: torch.Tensor) -> dict[str, float]:
+        """Errors of a quantized matrix beside those of round-to-nearest, for the checkpoint's record."""
+        nearest = dequantize(*round_to_nearest(weights, Grid(self.grid.group_size)), self.grid.group_size)
+        error, nearest_error = output_error(weights, restored, mean), output_error(weights, nearest, mean)
+        if error >= nearest_error:
+            print(
+                f"{name}: output error {error:.4g} is not below round-to-nearest's {nearest_error:.4g}",
+                file=sys.stderr,
+            )
+        return {
+            "output_error": error,
+            "output_error_rtn": nearest_error,
+            "weight_error": float((weights - restored).square().sum(dtype=torch.float64)),
+            "weight_error_rtn": float((weights - nearest).square().sum(dtype=torch.float64)),
+        }
+
+    @staticmethod
+    def decode(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
+        """A matrix of a finished shard as `quantize_together` returned it."""
+        return decode_matrix(stored, name, scheme)
+
 
 def quantize_model(
     source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path
 ) -> list[str]:
     """Write all shards of the checkpoint, going on after those that are there; returns their names."""
-    device, dtype = pick_device(), torch.float32
-    run = GptqRun(recipe, writer)
+    return walk(GptqRun(recipe, writer), source, config, calibration)
+
+
+def walk(run: GptqRun, source: TensorSource, config: ModelConfig, calibration: Path) -> list[str]:
+    """The walk of `quantize_model`, with the method that `run` has for matrices that share an input."""
+    device, dtype, writer = pick_device(), torch.float32, run.writer
     input_ids = load_calibration(calibration)
     hidden = embed(source, config, input_ids, dtype, device)
     rotary = rotary_table(config, input_ids.shape[1], device, dtype)
     shards = [f"layer-{i:05d}" for i in range(config.num_layers)]
-    with progress("gptq", input_ids.numel(), passes=config.num_layers) as done:
+    with progress(run.recipe["method"], input_ids.numel(), passes=config.num_layers) as done:
         for layer, shard in enumerate(shards):
             if writer.has_shard(shard):
-                weights = stored_layer(writer, shard, config, layer, device)
+                weights = stored_layer(run, shard, config, layer, device)
                 for start in range(0, len(hidden), SEQUENCES_AT_ONCE):
                     batch = slice(start, start + SEQUENCES_AT_ONCE)
                     hidden[batch] = run_block(hidden[batch], weights, config, config.layer_kind(layer), rotary)
@@ -159,13 +170,13 @@ def quantize_rest(run: GptqRun, source: TensorSource, config: ModelConfig, hidde
     run.quantize_together(["lm_head.weight"], [head.to(hidden.device)], hessian)
 
 
-def stored_layer(writer: PackedWriter, shard: str, config: ModelConfig, layer: int, device) -> dict[str, torch.Tensor]:
+def stored_layer(run: GptqRun, shard: str, config: ModelConfig, layer: int, device) -> dict[str, torch.Tensor]:
     """A finished layer as the quantizer left it: fp32 under short names."""
-    tensors, schemes = writer.read_shard(shard)
+    tensors, schemes = run.writer.read_shard(shard)
     weights = {}
     for short in config.layer_tensors(layer):
         name = config.layer_name(layer, short)
-        packed = name in schemes
-        value = decode_matrix(tensors.__getitem__, name, schemes[name]) if packed else tensors[name].float()
+        encoded = name in schemes
+        value = run.decode(tensors.__getitem__, name, schemes[name]) if encoded else tensors[name].float()
         weights[short] = value.to(device)
     return weights

@@ -38,7 +38,7 @@ class PackedSource(TensorSource):
             parts = self._check(name, scheme)
             consumed.update(parts)
             bits = sum(self.reader.stored_bits(part) for part in parts)
-            self._infos[name] = TensorInfo(tuple(scheme["shape"]), f"int4-g{scheme['group_size']}", bits)
+            self._infos[name] = TensorInfo(tuple(scheme["shape"]), self.label(scheme), bits)
         for name, header in self.reader.headers.items():
             if name in consumed:
                 continue
@@ -49,21 +49,37 @@ class PackedSource(TensorSource):
                 raise YardstickError(f"{path}: tensor {name} has type {kind} and belongs to no packed matrix")
             self._infos[name] = TensorInfo(tuple(header["shape"]), kind.lower(), self.reader.stored_bits(name))
 
+    @staticmethod
+    def label(scheme: dict) -> str:
+        """How tables name the scheme."""
+        return f"int4-g{scheme['group_size']}"
+
+    def wanted(self, name: str, scheme: object) -> tuple[dict[str, tuple[str, list[int]]], str]:
+        """Types and shapes of the stored tensors of a matrix by the ends of their names, and a word for what asks for
+        them.
+
+        Raises:
+            YardstickError: the scheme does not say.
+        """
+        shape, size = (scheme.get("shape"), scheme.get("group_size")) if isinstance(scheme, dict) else (None, None)
+        if not (is_shape(shape) and is_size(size)):
+            raise YardstickError(f"{self.path}: tensor {name}: the index names no shape [out, in] and group size")
+        groups = [shape[0], group_count(shape[1], size)]
+        codes = ("U8", [shape[0], -(-shape[1] // 2)])
+        return {CODES: codes, SCALES: ("BF16", groups), MINIMA: ("BF16", groups)}, f"{shape} in groups of {size}"
+
     def _check(self, name: str, scheme: object) -> list[str]:
         """Stored tensors of a packed matrix, each of the type and shape that its scheme asks for."""
-        shape, size = (scheme.get("shape"), scheme.get("group_size")) if isinstance(scheme, dict) else (None, None)
-        if not (isinstance(shape, list) and len(shape) == 2 and all(map(is_size, shape)) and is_size(size)):
-            raise YardstickError(f"{self.path}: tensor {name}: the index names no shape [out, in] and group size")
-        groups, stem = [shape[0], group_count(shape[1], size)], name.removesuffix(".weight")
-        wanted = {CODES: ("U8", [shape[0], -(-shape[1] // 2)]), SCALES: ("BF16", groups), MINIMA: ("BF16", groups)}
+        wanted, why = self.wanted(name, scheme)
+        stem = name.removesuffix(".weight")
         for end, (kind, expected) in wanted.items():
             header = self.reader.headers.get(stem + end)
             if header is None:
                 raise YardstickError(f"{self.path}: tensor {stem + end} is missing")
             if (header["dtype"], header["shape"]) != (kind, expected):
                 raise YardstickError(
-                    f"{self.path}: tensor {stem + end} is {header['dtype']} {header['shape']}, {shape} in groups of "
-                    f"{size} asks for {kind} {expected}"
+                    f"{self.path}: tensor {stem + end} is {header['dtype']} {header['shape']}, {why} asks for "
+                    f"{kind} {expected}"
                 )
         return [stem + end for end in wanted]
 
@@ -87,6 +103,11 @@ class PackedSource(TensorSource):
             return self.reader.tensor(part, start, stop)
 
         return decode_matrix(stored, name, self.schemes[name]) if name in self.schemes else stored(name)
+
+
+def is_shape(shape: object) -> bool:
+    """Whether an index's value is the shape of a matrix."""
+    return isinstance(shape, list) and len(shape) == 2 and all(map(is_size, shape))
 
 
 def decode_matrix(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
