@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yardstick.formats import DECODED_BY, KINDS
+from yardstick.quantize.methods import FORMATS
 
 # rows that every table has: how much of a difference is the ruler's own
 NOISE_FLOORS = {

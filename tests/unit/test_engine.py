@@ -290,6 +290,7 @@ def test_inputs_that_do_not_fit_are_refused():
             list(explain(torch.nn.ModuleList([layer]), rows, dtype))
 
 
+@torch.enable_grad()
 def test_a_gradient_is_right_or_refused():
     weight = packed(70, 200, 32)
     for name in paths_here(weight):
