@@ -201,7 +201,7 @@ def test_a_rival_of_one_model_is_a_row_of_that_model():
         load_experiment(config)
 
 
-@pytest.mark.parametrize("name", ["config", "rivals", "qwen3-0.6b", "qwen3.8-27b"])
+@pytest.mark.parametrize("name", ["config", "rivals", "steps", "ci", "qwen3-0.6b", "qwen3.8-27b"])
 def test_published_configs_are_whole(name):
     experiment = load_experiment(yaml.safe_load(Path(f"config/{name}.yaml").read_text()))
     model = next(iter(experiment.models))
