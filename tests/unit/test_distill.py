@@ -9,15 +9,7 @@ from yardstick.errors import YardstickError
 from yardstick.models.folder import open_folder
 from yardstick.quantize import distill, run_distill, run_rtn
 from yardstick.quantize.checkpoint import INDEX, PackedWriter
-from yardstick.quantize.distill import (
-    Adam,
-    Matrix,
-    Rounding,
-    group_sums,
-    kl_divergence,
-    rate_share,
-    start_positions,
-)
+from yardstick.quantize.distill import Adam, Matrix, group_sums, kl_divergence, rate_share
 from yardstick.quantize.run_distill import batch_rows, split_sequences
 from yardstick.sources.packed import PackedSource
 
@@ -27,7 +19,6 @@ RECIPE = {
     "steps": 6,
     "batch_tokens": 256,
     "rate": 0.01,
-    "code_rate": 0,
     "held_out": 0.2,
     "score_every": 2,
     "seed": 0,
@@ -157,68 +148,6 @@ def test_an_epoch_takes_every_row_once_in_a_new_order():
     assert taken[:4] != batch_rows(rows, 4, 0, seed=2)
 
 
-def test_positions_start_between_the_codes_but_round_to_those_of_the_start():
-    """Steps of 0.5 from -1 on; the start has rounded some to another code than the nearest. The last scale is 0."""
-    codes = torch.tensor([[2, 3, 0, 15, 0]], dtype=torch.uint8)
-    scales, minima = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[-1.0, -1.0, 0.25]])
-    matrix = Matrix(codes, scales, minima, scales.clone(), minima.clone(), 2)
-    weights = torch.tensor([[0.125, 0.0, -2.0, 9.0, 0.3]])
-    positions = start_positions(weights, matrix)
-    torch.testing.assert_close(positions, torch.tensor([[2.25, 2.6, -0.4, 15.4, 0.0]]))
-    assert torch.equal(positions.round().to(torch.uint8), codes)
-
-
-def rounding_of(codes):
-    out, columns = codes.shape
-    momentum = torch.zeros(out, columns, dtype=torch.bfloat16)
-    return Rounding(codes.float(), momentum, torch.zeros(out), torch.zeros(columns))
-
-
-def test_positions_move_by_the_mean_gradient_over_its_size():
-    """Gradients whose squares are a product of rows and columns: there the factored moment is the moment."""
-    row, column = torch.tensor([1.0, 3.0]), torch.tensor([0.1, 1.0, 10.0])
-    signs = torch.tensor([[1.0, -1.0, 1.0], [-1.0, 1.0, 1.0]])
-    rounding = rounding_of(torch.full((2, 3), 7, dtype=torch.uint8))
-    rounding.rate = 0.3
-    rounding.step(signs * row[:, None] * column)
-    torch.testing.assert_close(rounding.latent, 7 - 0.3 * signs, rtol=0, atol=2e-3)  # momentum is bf16
-    codes = torch.zeros(2, 3, dtype=torch.uint8)
-    rounding.write(codes)
-    assert codes.tolist() == [[7, 7, 7], [7, 7, 7]]
-    rounding.step(signs * row[:, None] * column)
-    rounding.write(codes)
-    assert codes.tolist() == [[6, 8, 6], [8, 6, 6]]
-    before = rounding.latent.clone()
-    rounding.step(-signs * row[:, None] * column)  # the mean of 1, 1, -1 at beta 0.9
-    share = (0.9 * 0.19 - 0.1) / (1 - 0.9**3)
-    torch.testing.assert_close(rounding.latent, before - 0.3 * share * signs, rtol=0, atol=2e-3)
-
-
-def test_positions_stay_in_the_range_of_codes_and_no_gradient_moves_nothing():
-    rounding = rounding_of(torch.tensor([[0, 15]], dtype=torch.uint8))
-    rounding.rate = 1.0
-    rounding.step(torch.zeros(1, 2))
-    assert rounding.latent.tolist() == [[0.0, 15.0]]
-    rounding.step(torch.tensor([[1.0, -1.0]]))
-    codes = torch.full((1, 2), 9, dtype=torch.uint8)
-    rounding.write(codes)
-    assert codes.tolist() == [[0, 15]]
-
-
-def test_the_backward_moves_codes_but_sums_over_those_of_its_forward():
-    matrix = random_matrix()
-    matrix.scales[0] = 0.0
-    twin = Matrix(matrix.codes.clone(), matrix.scales, matrix.minima, *torch.zeros(2, 12, 3), 16)
-    matrix.rounding = rounding_of(matrix.codes)
-    matrix.rounding.rate = 1.0
-    gradient = torch.randn(12, 40)
-    twin.learn(gradient.clone())
-    matrix.learn(gradient.clone())
-    assert torch.equal(matrix.scale_gradients[1:], twin.scale_gradients[1:])
-    assert 0.3 < float((matrix.codes[1:] != twin.codes[1:]).float().mean()) < 0.9
-    assert torch.equal(matrix.codes[0], twin.codes[0])  # of groups whose scale is 0
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A model, calibration text in two corpora, and a packed checkpoint."""
@@ -268,14 +197,6 @@ def test_the_held_out_loss_falls_and_only_scales_and_minima_move(begun, tmp_path
     assert all(torch.equal(before.get(name), after.get(name)) for name in plain)
 
 
-def test_codes_are_learned_where_they_have_a_rate(begun, tmp_path):
-    curve = distilled(begun, tmp_path, code_rate=0.05)
-    assert curve[-1]["held_out"] < 0.9 * curve[0]["held_out"]
-    before, after = PackedSource(begun[2].parent), PackedSource(tmp_path)
-    moved = [(before.packed(name).codes != after.packed(name).codes).float().mean() for name in before.schemes]
-    assert all(0.001 < float(share) < 0.3 for share in moved), moved
-
-
 def test_the_score_is_the_divergence_of_what_is_written(begun, tmp_path):
     """Against the whole models' logits, from the checkpoints as any other step reads them."""
     from yardstick.models.prefill import final_hidden_states, head_rows
@@ -295,9 +216,8 @@ def test_the_score_is_the_divergence_of_what_is_written(begun, tmp_path):
         assert float(found) == pytest.approx(point["held_out"], rel=1e-5)
 
 
-@pytest.mark.parametrize("code_rate", [0, 0.08])
-def test_a_stopped_run_ends_in_the_same_bytes(begun, tmp_path, monkeypatch, code_rate):
-    curve = distilled(begun, tmp_path / "whole", code_rate=code_rate)
+def test_a_stopped_run_ends_in_the_same_bytes(begun, tmp_path, monkeypatch):
+    curve = distilled(begun, tmp_path / "whole")
     step, done = run_distill.DistillRun.step, []
 
     def stopping(self, *arguments):
@@ -308,13 +228,13 @@ def test_a_stopped_run_ends_in_the_same_bytes(begun, tmp_path, monkeypatch, code
 
     monkeypatch.setattr(run_distill.DistillRun, "step", stopping)
     with pytest.raises(KeyboardInterrupt):
-        distilled(begun, tmp_path / "part", code_rate=code_rate)
+        distilled(begun, tmp_path / "part")
     assert {"teacher.safetensors", "training.safetensors"} == set(contents(tmp_path / "part"))
     monkeypatch.setattr(run_distill.DistillRun, "step", lambda *arguments: done.append(1) or step(*arguments))
-    assert distilled(begun, tmp_path / "part", code_rate=code_rate) == curve
+    assert distilled(begun, tmp_path / "part") == curve
     assert len(done) == 5 + 2
     assert contents(tmp_path / "part") == contents(tmp_path / "whole")
-    assert distilled(begun, tmp_path / "part", code_rate=code_rate) == curve and len(done) == 7
+    assert distilled(begun, tmp_path / "part") == curve and len(done) == 7
 
 
 def test_a_large_models_layers_are_run_twice_with_the_same_result(begun, tmp_path, monkeypatch):
@@ -325,13 +245,12 @@ def test_a_large_models_layers_are_run_twice_with_the_same_result(begun, tmp_pat
 
 
 def test_where_nothing_beats_the_start_its_own_values_are_written(begun, tmp_path):
-    curve = distilled(begun, tmp_path, rate=0.9, code_rate=1)
+    curve = distilled(begun, tmp_path, rate=0.9)
     assert all(point["held_out"] > curve[0]["held_out"] for point in curve[1:])
     before, after = PackedSource(begun[2].parent), PackedSource(tmp_path)
     for name in before.schemes:
         old, new = before.packed(name), after.packed(name)
         assert torch.equal(old.scales, new.scales) and torch.equal(old.minima, new.minima)
-        assert torch.equal(old.codes, new.codes)
 
 
 def test_a_hybrid_model_with_a_head_of_its_own_is_distilled(tmp_path, begun):

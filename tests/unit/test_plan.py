@@ -244,7 +244,6 @@ def test_a_distilled_variant_is_planned():
     config = yaml.safe_load(Path("config/config.yaml").read_text())
     config["variants"]["kd"] = {"method": "distill", "start": "gptq-g128-mse"}
     config["variants"]["kd-long"] = {"method": "distill", "start": "kd", "steps": 128}
-    config["variants"]["kd-codes"] = {"method": "distill", "start": "gptq-g128-mse", "code_rate": 0.01}
     plan = ModelPlan(load_experiment(config), "smollm2-135m", RATES)
     steps = {step.name: step for step in plan.steps()}
     short, long = steps["quantize kd"], steps["quantize kd-long"]
@@ -253,7 +252,6 @@ def test_a_distilled_variant_is_planned():
     operations = (long.seconds - short.seconds) / 64 * 0.45 * 50e12
     assert 0.9e12 < operations < 1.05e12
     assert 1.5e9 < short.memory < 3.2e9
-    assert steps["quantize kd-codes"].memory - short.memory == pytest.approx(6 * 134.5e6, rel=1e-3)
 
 
 def test_a_search_of_scales_takes_time_of_its_own():

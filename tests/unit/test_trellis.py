@@ -18,8 +18,8 @@ from tests.tiny import write_tiny_model
 from tests.unit.test_gptq import correlated_hessian
 from yardstick.cli import quantize
 from yardstick.errors import YardstickError
-from yardstick.experiment import load_experiment
 from yardstick.files import write_json
+from yardstick.load_experiment import load_experiment
 from yardstick.manifest import write_manifest
 from yardstick.plan.sizes import trellis_bits
 from yardstick.quantize.checkpoint import PackedWriter

@@ -47,7 +47,7 @@ def test_unknown_key_and_unknown_variant(tree):
     tree.write_config()
     line = message(tree.run())
     assert line == (
-        "yardstick: config.variants.rtn-g32: unknown key 'groups' (known: method, group_size, mse, keep_bf16)"
+        "yardstick: config.variants.rtn-g32: unknown key 'groups' (known: method, group_size, mse, keep_bf16, transform)"
     )
 
 

@@ -202,7 +202,7 @@ def test_a_config_file_of_ones_own_replaces_the_default(tree):
 
 def test_a_distilled_variant_begins_with_anothers_checkpoint(tree):
     tree.config["variants"]["kd"] = {"method": "distill", "start": "rtn-g32", "steps": 4, "batch_tokens": 256}
-    tree.config["variants"]["kd"] |= {"rate": 0.003, "code_rate": 0.05, "score_every": 2}
+    tree.config["variants"]["kd"] |= {"rate": 0.003, "score_every": 2}
     tree.write_config()
     tree.must_run("results/quality/tiny/kd/summary.json")
     folder = tree.folder / "results/quality/tiny/kd"

@@ -17,7 +17,7 @@ rule quantize_variant:
     threads: workflow.cores
     resources:
         gpu=1,
-        mem_mb=2500,
+        mem_mb=lambda w: 3500 if start_checkpoint(w) else 2500,
     params:
         recipe=lambda w: as_json(EXPERIMENT.variants[w.variant]),
         calibration=lambda w: " ".join(f"--calibration {path}" for path in calibration_sequences(w)),

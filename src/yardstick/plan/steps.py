@@ -267,9 +267,8 @@ class ModelPlan(TaskSteps):
         groups = -(-weights // recipe["group_size"])
         heads = 3 * 4 * config.vocab_size * config.hidden_size
         states = 2 * 4 * self.sequences * self.calibration_length * config.hidden_size
-        # codes of now and of the best; parameters, gradients, moments and sizes of both kinds, in fp32
-        kept = 2 * weights + 4 * 12 * groups + heads + states
-        kept += 6 * weights if recipe["code_rate"] else 0  # positions in fp32 and their momentum in bf16
+        # codes; scales and minima with gradients, moments, sizes and the best, in fp32
+        kept = weights + 4 * 10 * groups + heads + states
         memory = PROCESS + kept + (graph if whole else graph // config.num_layers + layer_bytes(config, 4))
         reads, size = 2 * self.model_bytes + self.candidate_size(name), self.candidate_size(name)
         seconds = START_SECONDS + reads / rates.disk + operations / (GPTQ_SHARE * rates.products["float32"])

@@ -7,21 +7,18 @@ With W = code * s + m, the gradients of a group follow from that of its weights:
     dL/ds = sum_g dL/dW * code,   dL/dm = sum_g dL/dW.
 
 They are kept in fp32 and rounded to bf16 in the forward; the gradient passes the rounding unchanged. A dense gradient
-of one matrix at a time is reduced to its groups as soon as it is there. Codes may be learned too, see `Rounding`.
+of one matrix at a time is reduced to its groups as soon as it is there.
 """
 
 import math
 
 import torch
 
-from yardstick.quantize.grid import safe_divisor
 from yardstick.quantize.pack import LEVELS, dequantize
 
 MIDDLE = LEVELS / 2
 BETAS, EPSILON = (0.9, 0.95), 1e-12
 WARM_UP, LEAST_SHARE = 16, 0.05
-# how far a position starts from its code at most: from 0.5 on it rounds to another, and just below, noise is enough
-REACH, EDGE = 0.4, 0.49
 TILE_BYTES = 25_000_000  # of one tile of logits: malloc hands back less than 32 MiB without new pages
 
 
@@ -32,31 +29,21 @@ class Matrix:
         codes: uint8 [out, in].
         scales, minima: fp32 [out, groups].
         scale_gradients, minimum_gradients: fp32 [out, groups], to which the backward adds.
-
-    With a `rounding` the backward also moves the codes.
     """
 
     def __init__(self, codes, scales, minima, scale_gradients, minimum_gradients, group_size: int) -> None:
         self.codes, self.group_size = codes, group_size
         self.scales, self.minima = scales, minima
         self.scale_gradients, self.minimum_gradients = scale_gradients, minimum_gradients
-        self.rounding: Rounding | None = None
 
     def dense(self) -> torch.Tensor:
         """fp32 [out, in], of the values that would be stored."""
         return dequantize(self.codes, self.scales.bfloat16(), self.minima.bfloat16(), self.group_size)
 
     def learn(self, gradient: torch.Tensor) -> None:
-        """Add what a gradient dL/dW [out, in] is for the groups, and move the codes; the gradient is used up."""
-        if self.rounding:
-            dead = self.scales == 0  # no code of such a group changes anything
-            if bool(dead.any()):
-                gradient.masked_fill_(of_columns(dead, self), 0.0)
-            self.rounding.step(gradient)
+        """Add what a gradient dL/dW [out, in] is for the groups; the gradient is used up."""
         self.minimum_gradients += group_sums(gradient, self.group_size)
         self.scale_gradients += group_sums(gradient.mul_(self.codes), self.group_size)
-        if self.rounding:
-            self.rounding.write(self.codes)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         return _Product.apply(inputs, self)
@@ -78,60 +65,6 @@ class _Product(torch.autograd.Function):
         back = gradient @ ctx.matrix.dense()
         ctx.matrix.learn(gradient.flatten(0, -2).T @ inputs.flatten(0, -2))
         return back, None
-
-
-class Rounding:
-    """Learned codes of one matrix: beside each code a latent position, which is rounded to it.
-
-    The gradient passes the rounding unchanged, as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), but it is that of
-    the whole model's loss. With m the running mean of dL/dW, and r and c those of the means of its square over rows and
-    over columns, positions move by
-
-        u -= rate * m / sqrt(r c^T / mean(r)),
-
-    which is Adam with the second moment of Adafactor (Shazeer & Stern 2018, arXiv 1804.04235): a weight whose gradient
-    has no steady sign moves little, at the memory of one moment. A position starts where the original weight lies
-    between the codes, or as near to that as is `REACH` from the code that the start chose.
-
-    Args:
-        latent: fp32 [out, in], positions in units of a code.
-        momentum: bf16 [out, in].
-        rows, columns: fp32 [out] and [in].
-    """
-
-    def __init__(self, latent, momentum, rows, columns) -> None:
-        self.latent, self.momentum, self.rows, self.columns = latent, momentum, rows, columns
-        self.rate, self.done = 0.0, 0
-
-    def step(self, gradient: torch.Tensor) -> None:
-        self.done += 1
-        self.momentum.mul_(BETAS[0]).add_(gradient, alpha=1 - BETAS[0])
-        square = gradient.square()
-        self.rows.lerp_(square.mean(1), 1 - BETAS[1])
-        self.columns.lerp_(square.mean(0), 1 - BETAS[1])
-        if not bool(self.rows.any()):
-            return
-        size = (self.columns / (1 - BETAS[1] ** self.done)).sqrt_().add_(EPSILON)
-        columns = self.rate / (1 - BETAS[0] ** self.done) / size
-        rows = 1 / (self.rows / self.rows.mean()).sqrt_().add_(EPSILON)
-        change = torch.mul(self.momentum, rows[:, None], out=square).mul_(columns)
-        self.latent.sub_(change).clamp_(-EDGE, LEVELS + EDGE)
-
-    def write(self, codes: torch.Tensor) -> None:
-        """Round the positions to uint8 codes, in place."""
-        codes.copy_(self.latent.round())
-
-
-def start_positions(weights: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """Positions (w - min) / scale of original weights fp32 [out, in], held within `REACH` of the matrix's codes."""
-    positions = (weights - of_columns(matrix.minima, matrix)).div_(safe_divisor(of_columns(matrix.scales, matrix)))
-    codes = matrix.codes.float()
-    return positions.clamp_(codes - REACH, codes + REACH)
-
-
-def of_columns(values: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-    """Values of groups [out, groups], spread over the columns: [out, in]."""
-    return values[:, torch.arange(matrix.codes.shape[1], device=values.device) // matrix.group_size]
 
 
 def group_sums(values: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Distil a finished packed checkpoint: its scales and minima, and codes, learn the original's distribution.
+"""Distil a finished packed checkpoint: its scales and minima learn the original's distribution.
 
 The original's final-normed states of the calibration text are worked out once; its logits are never stored. A part of
 the sequences is held out and scored now and then; the best state is what is written, and the start itself if nothing
@@ -19,7 +19,7 @@ from yardstick.models.parts import norm, rotary_table
 from yardstick.models.prefill import embed, final_hidden_states, head_name, head_rows, pick_device
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
-from yardstick.quantize.distill import Adam, Matrix, Rounding, kl_divergence, rate_share, start_positions
+from yardstick.quantize.distill import Adam, Matrix, kl_divergence, rate_share
 from yardstick.quantize.pack import unpack_nibbles
 from yardstick.sources.base import TensorSource
 from yardstick.sources.packed import PackedSource
@@ -43,16 +43,14 @@ class Student:
     def __init__(self, source: PackedSource, config: ModelConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         packed = {name: source.packed(name) for name in source.schemes}
-        self.codes = torch.cat([unpack_nibbles(w.codes, w.in_features).flatten() for w in packed.values()]).to(device)
         self.scales = torch.cat([weight.scales.flatten() for weight in packed.values()]).float().to(device)
         self.minima = torch.cat([weight.minima.flatten() for weight in packed.values()]).float().to(device)
         self.scale_gradients, self.minimum_gradients = torch.zeros_like(self.scales), torch.zeros_like(self.scales)
         self.matrices: dict[str, Matrix] = {}
-        weights = groups = 0
+        groups = 0
         for name, weight in packed.items():
             shape, part = weight.scales.shape, slice(groups, groups := groups + weight.scales.numel())
-            size = len(weight.scales) * weight.in_features
-            codes = self.codes[weights : (weights := weights + size)].view(len(weight.scales), -1)
+            codes = unpack_nibbles(weight.codes, weight.in_features).contiguous().to(device)
             flats = (self.scales, self.minima, self.scale_gradients, self.minimum_gradients)
             self.matrices[name] = Matrix(codes, *(flat[part].view(shape) for flat in flats), weight.group_size)
         self.layers = []
@@ -63,37 +61,17 @@ class Student:
         self.plain_head = None if HEAD in self.matrices else source.get(head_name(source, config)).float().to(device)
 
     def stored(self) -> dict[str, torch.Tensor]:
-        """A copy of what a checkpoint would hold of all matrices, in flat tensors."""
-        return {"scales": self.scales.bfloat16(), "minima": self.minima.bfloat16(), "codes": self.codes.clone()}
+        """A copy of what a checkpoint would hold of all scales and minima, in flat tensors."""
+        return {"scales": self.scales.bfloat16(), "minima": self.minima.bfloat16()}
 
     def parts(self, stored: dict[str, torch.Tensor]) -> dict[str, tuple]:
-        """What `stored` holds of each matrix: codes, scales, minima and group size, by name."""
-        found, weights, groups = {}, 0, 0
+        """Codes, scales, minima and group size of each matrix by name, with the values of `stored`."""
+        found, groups = {}, 0
         for name, matrix in self.matrices.items():
-            codes = stored["codes"][weights : (weights := weights + matrix.codes.numel())].view_as(matrix.codes)
             part = slice(groups, groups := groups + matrix.scales.numel())
             scales, minima = (stored[key][part].view_as(matrix.scales) for key in ("scales", "minima"))
-            found[name] = codes, scales, minima, matrix.group_size
+            found[name] = matrix.codes, scales, minima, matrix.group_size
         return found
-
-    def learn_codes(self, original: TensorSource | None) -> None:
-        """Give every matrix latent positions, which move with each backward: from the original's weights, or from the
-        codes where the matrices are others than the original's."""
-        sides = sum(sum(matrix.codes.shape) for matrix in self.matrices.values())
-        self.latent = torch.empty(self.codes.shape, device=self.device)
-        self.momentum = torch.zeros(self.codes.shape, dtype=torch.bfloat16, device=self.device)
-        self.squares = torch.zeros(sides, device=self.device)
-        weights = sides = 0
-        for name, matrix in self.matrices.items():
-            part = slice(weights, weights := weights + matrix.codes.numel())
-            latent, momentum = (flat[part].view(matrix.codes.shape) for flat in (self.latent, self.momentum))
-            rows, columns = (self.squares[sides : (sides := sides + size)] for size in matrix.codes.shape)
-            if original is None:
-                latent.copy_(matrix.codes)
-            else:
-                originals = original.get(self.config.head_name if name == HEAD else name).to(self.device).float()
-                latent.copy_(start_positions(originals, matrix))
-            matrix.rounding = Rounding(latent, momentum, rows, columns)
 
     def head(self) -> torch.Tensor:
         """The output head, dense fp32 [vocab, hidden]."""
@@ -202,10 +180,6 @@ class DistillRun:
         student.scale_gradients.zero_()
         student.minimum_gradients.zero_()
 
-        for matrix in student.matrices.values():
-            if matrix.rounding:
-                matrix.rounding.rate = share * self.recipe["code_rate"]
-
         def loss_of(states: torch.Tensor) -> tuple[float, torch.Tensor]:
             dense = student.head()
             head_gradient = None if head is None else torch.zeros_like(dense)
@@ -245,27 +219,16 @@ class DistillRun:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that the next step depends on, and the best so far."""
         kept = {"scales": self.student.scales, "minima": self.student.minima, "moments": self.optimizer.moments}
-        if self.recipe["code_rate"]:
-            kept |= {name: getattr(self.student, name) for name in ("codes", "latent", "momentum", "squares")}
         return kept | {f"best.{name}": value for name, value in self.best.items()}
 
     def restore(self, tensors: dict[str, torch.Tensor], record: dict) -> int:
         """Take up a saved state; returns the steps that it has behind it."""
         self.best = {name: tensors.pop(f"best.{name}") for name in self.student.stored()}
-        for name, mine in self.tensors().items():
-            if name in tensors:
-                mine.copy_(tensors[name])
+        self.student.scales.copy_(tensors["scales"])
+        self.student.minima.copy_(tensors["minima"])
+        self.optimizer.moments.copy_(tensors["moments"])
         self.optimizer.done, self.curve = record["steps"], record["curve"]
-        for matrix in self.student.matrices.values():
-            if matrix.rounding:
-                matrix.rounding.done = record["steps"]
         return record["steps"]
-
-
-def is_transformed(source: TensorSource, started: TensorSource) -> bool:
-    """Whether a checkpoint's matrices are others than the original's up to rounding: its norms are then, too."""
-    norms = [name for name, info in started.infos().items() if len(info.shape) == 1 and name in source.infos()]
-    return not all(torch.equal(source.get(name).float(), started.get(name).float()) for name in norms)
 
 
 def quantize_model(
@@ -308,10 +271,7 @@ def train(
     rotary = rotary_table(config, input_ids.shape[1], device, torch.float32)
     embedded = embed(started, config, input_ids, torch.float32, device)
     teacher = Teacher(source, config, input_ids, writer)
-    student = Student(started, config, device)
-    if recipe["code_rate"]:
-        student.learn_codes(None if is_transformed(source, started) else source)
-    run = DistillRun(recipe, student, teacher, embedded, rotary)
+    run = DistillRun(recipe, Student(started, config, device), teacher, embedded, rotary)
     kept = writer.load_state(TRAINING)
     done, steps = run.restore(*kept) if kept else 0, recipe["steps"]
     if not kept:

@@ -87,7 +87,7 @@ def quantize_model(
         for layer, shard in enumerate(shards):
             exact = load_layer(source, config, layer, dtype, device)
             if writer.has_shard(shard):
-                weights = stored_layer(writer, shard, config, layer, device)
+                weights = stored_layer(run, shard, config, layer, device)
                 for states, matrices in ((original, exact), (hidden, weights)):
                     for batch in batches_of(states) if states is not None else ():
                         states[batch] = run_block(states[batch], matrices, config, config.layer_kind(layer), rotary)
