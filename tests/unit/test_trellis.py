@@ -293,6 +293,7 @@ def test_a_whole_model_is_quantized_and_resumed_to_the_same_bytes(tmp_path):
                 calibration=tmp_path / "calib.npz",
                 output=tmp_path / name / "model.safetensors.index.json",
                 record=tmp_path / f"{name}.json",
+                start=None,
             )
         )
         return {path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir())}
