@@ -172,9 +172,7 @@ def outliers(features: int = 160) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def test_factors_lower_the_output_error_of_rounding(feedback):
     inputs, hessian, magnitude = outliers()
     weights, grid = torch.randn(48, 160), Grid(64)
-    scales = find_scales(
-        [weights[:16], weights[16:]], [1, 1], hessian, magnitude, torch.arange(160), grid, 10, feedback, "w"
-    )
+    scales = find_scales([weights[:16], weights[16:]], hessian, magnitude, torch.arange(160), grid, 10, feedback, "w")
     assert float(scales.log().mean()) == pytest.approx(0, abs=1e-5)
     assert float(scales[5::31].min()) > float(scales.median())  # loud channels get finer steps
 
@@ -214,7 +212,7 @@ def test_the_descent_lowers_what_gptq_leaves():
 def test_columns_of_one_channel_share_a_factor():
     _, hessian, magnitude = outliers()
     channel_of = torch.arange(40).repeat_interleave(2).repeat(2)
-    scales = find_scales([torch.randn(48, 160)], [1], hessian, magnitude, channel_of, Grid(64), 4, None, "w")
+    scales = find_scales([torch.randn(48, 160)], hessian, magnitude, channel_of, Grid(64), 4, None, "w")
     assert scales.shape == (40,)
 
 

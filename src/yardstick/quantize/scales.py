@@ -21,7 +21,6 @@ DESCENT_STEPS, DESCENT_RATE = 60, 0.03
 
 def find_scales(
     matrices: Sequence[torch.Tensor],
-    importance: Sequence[float],
     hessian: torch.Tensor,
     magnitude: torch.Tensor,
     channel_of: torch.Tensor,
@@ -34,10 +33,9 @@ def find_scales(
 
     Tried are s = m^a / w^(1 - a) and s = m^a for a = 0, 1 / steps, ..., 1, with m the mean of |x| and w the mean of
     |W| over its group's greatest, as in the authors' code; s = 1 is one of them. For a quantizer with feedback the best
-    one is where `descend` starts. Each matrix counts by its output error over its output, times its importance.
+    one is where `descend` starts. Each matrix counts by its output error over its output.
 
     Args:
-        importance: of each matrix.
         magnitude: mean of |x| for each column.
         channel_of: int64 [in], the channel of each column; columns of one channel (query heads that read one value
             head) share a factor.
@@ -48,7 +46,7 @@ def find_scales(
     Returns:
         fp32 [channels], with a geometric mean of 1.
     """
-    stacked, weights = _sample([matrix.float() for matrix in matrices], importance, hessian)
+    stacked, weights = _sample([matrix.float() for matrix in matrices], hessian)
     left = None if feedback is None else remaining_variance(hessian, feedback, what)
     groups = torch.arange(stacked.shape[1], device=stacked.device) // grid.group_size
     greatest = torch.stack([part.abs().amax(1) for part in stacked.split(grid.group_size, dim=1)], dim=1)
@@ -106,16 +104,11 @@ def _centred(logarithm: torch.Tensor) -> torch.Tensor:
     return (logarithm - logarithm.mean()).exp()
 
 
-def _sample(
-    matrices: list[torch.Tensor], importance: Sequence[float], hessian: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of all matrices, and a weight for each: the importance of its matrix over its mean squared output."""
+def _sample(matrices: list[torch.Tensor], hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of all matrices, and a weight for each: one over the squared output of its matrix."""
     every = max(1, sum(map(len, matrices)) // MOST_ROWS)
     rows = [matrix[::every] for matrix in matrices]
-    weights = [
-        torch.full((len(part),), factor / max(float(((part @ hessian) * part).sum()), 1e-30))
-        for part, factor in zip(rows, importance, strict=True)
-    ]
+    weights = [torch.full((len(part),), 1 / max(float(((part @ hessian) * part).sum()), 1e-30)) for part in rows]
     return torch.cat(rows), torch.cat(weights).to(hessian.device)
 
 
