@@ -131,9 +131,10 @@ def _resolve_starts(experiment: Experiment) -> None:
             if first in seen:
                 raise YardstickError(f"config: variants.{name}.start: leads to itself ({' -> '.join([*seen, first])})")
             seen.append(first)
-        if first != name:
-            _require_packed(experiment, first, f"variants.{seen[-2]}.start")
-        for key in ("group_size", "keep_bf16") if first != name else ():
+        if first == name:
+            continue
+        _require_packed(experiment, first, f"variants.{seen[-2]}.start")
+        for key in ("group_size", "keep_bf16"):
             recipe.setdefault(key, variants[first][key])
 
 

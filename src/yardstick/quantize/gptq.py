@@ -85,6 +85,26 @@ def gptq(
     return Quantized(restored.T.contiguous(), scales.bfloat16(), minima.bfloat16(), damping)
 
 
+def error_report(
+    weights: torch.Tensor,
+    restored: torch.Tensor,
+    nearest: torch.Tensor,
+    hessian: torch.Tensor,
+    target: torch.Tensor | None = None,
+) -> dict[str, float]:
+    """Errors of a quantized matrix beside those of round-to-nearest, for the checkpoint's record.
+
+    Output errors are those to `target`, a matrix that was aimed at in the place of `weights`, where there is one.
+    """
+    aim = weights if target is None else target
+    return {
+        "output_error": output_error(aim, restored, hessian),
+        "output_error_rtn": output_error(aim, nearest, hessian),
+        "weight_error": float((weights - restored).square().sum(dtype=torch.float64)),
+        "weight_error_rtn": float((weights - nearest).square().sum(dtype=torch.float64)),
+    }
+
+
 def output_error(weights: torch.Tensor, restored: torch.Tensor, hessian: torch.Tensor) -> float:
     """Mean squared output error on the calibration data, summed over outputs: tr((W - Ŵ) H (W - Ŵ)^T)."""
     difference = weights - restored

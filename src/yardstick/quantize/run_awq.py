@@ -11,7 +11,7 @@ import torch
 
 from yardstick.models.config import ModelConfig
 from yardstick.quantize.checkpoint import PackedWriter
-from yardstick.quantize.gptq import output_error
+from yardstick.quantize.gptq import error_report
 from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.pack import dequantize
 from yardstick.quantize.scales import clipped_ranges, rounded
@@ -59,10 +59,5 @@ def add_matrix(writer: PackedWriter, name: str, weights: torch.Tensor, hessian: 
         scales, minima = clipped_ranges(weights, hessian, grid)
         codes, scales, minima = rounded(weights, scales, minima, grid), scales.bfloat16(), minima.bfloat16()
     restored, plain = (dequantize(*parts, grid.group_size) for parts in ((codes, scales, minima), nearest))
-    report = {
-        "output_error": output_error(weights, restored, hessian),
-        "output_error_rtn": output_error(weights, plain, hessian),
-        "weight_error": float((weights - restored).square().sum(dtype=torch.float64)),
-        "weight_error_rtn": float((weights - plain).square().sum(dtype=torch.float64)),
-    }
+    report = error_report(weights, restored, plain, hessian)
     writer.add_quantized(name, codes, scales, minima, grid.group_size, report)

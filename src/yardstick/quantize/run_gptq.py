@@ -19,7 +19,7 @@ from yardstick.models.parts import norm, rotary_table
 from yardstick.models.prefill import embed, load_layer, pick_device
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
-from yardstick.quantize.gptq import gptq, output_error
+from yardstick.quantize.gptq import error_report, gptq
 from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.hessian import Hessian
 from yardstick.quantize.pack import dequantize
@@ -63,18 +63,33 @@ class GptqRun:
     def errors(self, name: str, weights: torch.Tensor, restored: torch.Tensor, mean: torch.Tensor) -> dict[str, float]:
         """Errors of a quantized matrix beside those of round-to-nearest, for the checkpoint's record."""
         nearest = dequantize(*round_to_nearest(weights, Grid(self.grid.group_size)), self.grid.group_size)
-        error, nearest_error = output_error(weights, restored, mean), output_error(weights, nearest, mean)
+        report = error_report(weights, restored, nearest, mean)
+        error, nearest_error = report["output_error"], report["output_error_rtn"]
         if error >= nearest_error:
             print(
                 f"{name}: output error {error:.4g} is not below round-to-nearest's {nearest_error:.4g}",
                 file=sys.stderr,
             )
-        return {
-            "output_error": error,
-            "output_error_rtn": nearest_error,
-            "weight_error": float((weights - restored).square().sum(dtype=torch.float64)),
-            "weight_error_rtn": float((weights - nearest).square().sum(dtype=torch.float64)),
-        }
+        return report
+
+    def add_unquantized(self, source: TensorSource, config: ModelConfig, layer: int, quantized: set[str]) -> None:
+        """Add what a layer holds beside the matrices that were quantized, given by their short names."""
+        for name in config.layer_tensors(layer):
+            if name not in quantized:
+                tensor = source.get(config.layer_name(layer, name))
+                is_kept = name.removesuffix(".weight") in config.layer_linears(layer)
+                add = self.writer.add_kept if is_kept else self.writer.add_plain
+                add(config.layer_name(layer, name), tensor)
+
+    def head_to_quantize(self, source: TensorSource, config: ModelConfig) -> torch.Tensor | None:
+        """Add embedding and final norm as they are; gives the output head, or adds it where the recipe keeps it."""
+        for name in (config.embedding_name, config.final_norm_name):
+            self.writer.add_plain(name, source.get(name))
+        head = source.get(config.head_name)
+        if not self.kept("lm_head.weight"):
+            return head
+        self.writer.add_kept("lm_head.weight", head, config.tied_head)
+        return None
 
     @staticmethod
     def decode(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
@@ -100,8 +115,7 @@ def walk(run: GptqRun, source: TensorSource, config: ModelConfig, calibration: P
         for layer, shard in enumerate(shards):
             if writer.has_shard(shard):
                 weights = stored_layer(run, shard, config, layer, device)
-                for start in range(0, len(hidden), SEQUENCES_AT_ONCE):
-                    batch = slice(start, start + SEQUENCES_AT_ONCE)
+                for batch in batches_of(hidden):
                     hidden[batch] = run_block(hidden[batch], weights, config, config.layer_kind(layer), rotary)
             else:
                 weights = load_layer(source, config, layer, dtype, device)
@@ -115,13 +129,17 @@ def walk(run: GptqRun, source: TensorSource, config: ModelConfig, calibration: P
     return shards
 
 
+def batches_of(states: torch.Tensor) -> list[slice]:
+    """Slices of a few sequences at a time."""
+    return [slice(start, start + SEQUENCES_AT_ONCE) for start in range(0, len(states), SEQUENCES_AT_ONCE)]
+
+
 def quantize_layer(
     run: GptqRun, source, config: ModelConfig, layer: int, weights: dict, hidden, rotary
 ) -> torch.Tensor:
     """Quantize one layer stage by stage; returns its output on the calibration sequences."""
     batches = [
-        block_stages(hidden[start : start + SEQUENCES_AT_ONCE], weights, config, config.layer_kind(layer), rotary)
-        for start in range(0, len(hidden), SEQUENCES_AT_ONCE)
+        block_stages(hidden[batch], weights, config, config.layer_kind(layer), rotary) for batch in batches_of(hidden)
     ]
     names_of_quantized = set()
     while True:
@@ -147,22 +165,14 @@ def quantize_layer(
             for name, matrix in zip(chosen, restored, strict=True):
                 weights[f"{name}.weight"] = matrix
                 names_of_quantized.add(f"{name}.weight")
-    for name in config.layer_tensors(layer):
-        if name not in names_of_quantized:
-            tensor = source.get(config.layer_name(layer, name))
-            is_kept = name.removesuffix(".weight") in config.layer_linears(layer)
-            add = run.writer.add_kept if is_kept else run.writer.add_plain
-            add(config.layer_name(layer, name), tensor)
+    run.add_unquantized(source, config, layer, names_of_quantized)
     return torch.cat(outputs)
 
 
 def quantize_rest(run: GptqRun, source: TensorSource, config: ModelConfig, hidden: torch.Tensor) -> None:
     """The output head on final-normed states; embedding and final norm as they are."""
-    for name in (config.embedding_name, config.final_norm_name):
-        run.writer.add_plain(name, source.get(name))
-    head = source.get(config.head_name)
-    if run.kept("lm_head.weight"):
-        run.writer.add_kept("lm_head.weight", head, config.tied_head)
+    head = run.head_to_quantize(source, config)
+    if head is None:
         return
     gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
     hessian = Hessian(hidden.shape[-1], hidden.device)

@@ -20,11 +20,11 @@ from yardstick.models.prefill import embed, load_layer, pick_device
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.drift import Drift
-from yardstick.quantize.gptq import output_error
+from yardstick.quantize.gptq import error_report
 from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.pack import dequantize
 from yardstick.quantize.refine import choose_damping, fit
-from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE, GptqRun, stored_layer
+from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE, GptqRun, batches_of, stored_layer
 from yardstick.sources.base import TensorSource
 
 LAST_STAGE = ("mlp.down_proj",)
@@ -55,14 +55,8 @@ class RefinedRun(GptqRun):
         for name, matrix in zip(names, matrices, strict=True):
             rows = slice(start, start + len(matrix))
             start += len(matrix)
-            report = {
-                "output_error": output_error(target[rows], restored[rows], hessian),
-                "output_error_rtn": output_error(target[rows], nearest[rows], hessian),
-                "weight_error": float((weights[rows] - restored[rows]).square().sum(dtype=torch.float64)),
-                "weight_error_rtn": float((weights[rows] - nearest[rows]).square().sum(dtype=torch.float64)),
-                "damping": found.damping,
-                "drift_strength": strength,
-            }
+            report = error_report(weights[rows], restored[rows], nearest[rows], hessian, target[rows])
+            report |= {"damping": found.damping, "drift_strength": strength}
             self.writer.add_quantized(name, codes[rows], scales[rows], minima[rows], size, report)
         return list(restored.split([len(matrix) for matrix in matrices]))
 
@@ -111,11 +105,6 @@ def advance(stages: Stages, states: torch.Tensor) -> tuple[tuple[str, ...], torc
         return (), None
 
 
-def batches_of(states: torch.Tensor) -> list[slice]:
-    """Slices of a few sequences at a time."""
-    return [slice(start, start + SEQUENCES_AT_ONCE) for start in range(0, len(states), SEQUENCES_AT_ONCE)]
-
-
 def quantize_layer(
     run: RefinedRun, source, config: ModelConfig, layer: int, exact, original: torch.Tensor | None, hidden, rotary
 ) -> None:
@@ -154,21 +143,13 @@ def quantize_layer(
         if names != LAST_STAGE:  # nothing of the layer reads the stream after it
             for batch, after, before in inputs:
                 residual[batch] += linear(before, exact, names[0]) - linear(after, weights, names[0])
-    for name in config.layer_tensors(layer):
-        if name not in quantized:
-            tensor = source.get(config.layer_name(layer, name))
-            is_kept = name.removesuffix(".weight") in config.layer_linears(layer)
-            add = run.writer.add_kept if is_kept else run.writer.add_plain
-            add(config.layer_name(layer, name), tensor)
+    run.add_unquantized(source, config, layer, quantized)
 
 
 def quantize_rest(run: RefinedRun, source: TensorSource, config: ModelConfig, original, hidden) -> None:
     """The output head on final-normed states; embedding and final norm as they are."""
-    for name in (config.embedding_name, config.final_norm_name):
-        run.writer.add_plain(name, source.get(name))
-    head = source.get(config.head_name)
-    if run.kept("lm_head.weight"):
-        run.writer.add_kept("lm_head.weight", head, config.tied_head)
+    head = run.head_to_quantize(source, config)
+    if head is None:
         return
     gain = source.get(config.final_norm_name).to(device=hidden.device, dtype=hidden.dtype)
     drift = Drift(hidden.shape[-1], hidden.device)
