@@ -172,8 +172,10 @@ def test_two_live_runs_exclude_each_other(tree):
         tree.command(INDEX), cwd=tree.folder, env=tree.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 30
-        while not list((tree.folder / ".snakemake/locks").glob("*.lock")) and time.monotonic() < deadline:
+        # Snakemake locks its inputs, then its outputs: stopped between the two (or before the names are in the
+        # file), it has excluded nobody yet
+        locks, deadline = tree.folder / ".snakemake/locks", time.monotonic() + 30
+        while not any(path.stat().st_size for path in locks.glob("*.output.lock")) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGSTOP)  # else it may be done before the second has begun
         second = tree.run(INDEX)
