@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from yardstick.formats import DECODED_BY, KINDS
-from yardstick.quantize.methods import FORMATS
+from yardstick.quantize.methods import FORMATS, starts_of
 
 # rows that every table has: how much of a difference is the ruler's own
 NOISE_FLOORS = {
@@ -130,11 +130,11 @@ class Experiment:
         ]
 
     def variant_of(self, candidate: str) -> dict:
-        """The recipe of a variant, or of the one that an exported rival is, or that it starts from; empty for any other
-        candidate."""
+        """The recipe of a variant, or of the one that an exported rival is, or that it starts from (of a mix, the
+        first); empty for any other candidate."""
         recipe = self.variants.get(self.rivals.get(candidate, {}).get("variant", candidate), {})
-        while "start" in recipe:
-            recipe = self.variants[recipe["start"]]
+        while starts_of(recipe):
+            recipe = self.variants[starts_of(recipe)[0]]
         return recipe
 
     def probe_inputs_recipe(self) -> dict:

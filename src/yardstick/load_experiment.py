@@ -9,7 +9,7 @@ import yaml
 from yardstick.errors import YardstickError
 from yardstick.experiment import RESERVED, Experiment, part_candidates
 from yardstick.formats import DECODED_BY
-from yardstick.quantize.methods import is_folded
+from yardstick.quantize.methods import is_folded, starts_of
 from yardstick.schema import check, extended
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
@@ -115,27 +115,53 @@ def _check_tasks(experiment: Experiment) -> None:
 
 
 def _resolve_starts(experiment: Experiment) -> None:
-    """Give every variant that starts from another the packing of that one: its group size and what it keeps in bf16.
+    """Give every variant that works on others' checkpoints their packing: group size and what they keep in bf16.
 
     Raises:
-        YardstickError: a start is no variant, or leads back to where it came from.
+        YardstickError: one of them is no variant, cannot be worked on, or leads back to where it came from.
     """
-    variants = experiment.variants
-    for name, recipe in variants.items():
-        seen, first = [name], name
-        while "start" in variants[first]:
-            first = variants[first]["start"]
-            if first not in variants:
-                known = ", ".join(variants)
-                raise YardstickError(f"config: variants.{seen[-1]}.start: there is no variant {first} (known: {known})")
-            if first in seen:
-                raise YardstickError(f"config: variants.{name}.start: leads to itself ({' -> '.join([*seen, first])})")
-            seen.append(first)
-        if first == name:
-            continue
-        _require_packed(experiment, first, f"variants.{seen[-2]}.start")
-        for key in ("group_size", "keep_bf16"):
-            recipe.setdefault(key, variants[first][key])
+    for name in experiment.variants:
+        _resolve_start(experiment, [name])
+
+
+def _resolve_start(experiment: Experiment, path: list[str]) -> None:
+    """Resolve the last variant of a path of starts; its own starts first."""
+    variants, name = experiment.variants, path[-1]
+    recipe = variants[name]
+    key = "of" if "of" in recipe else "start"
+    for start in starts_of(recipe):
+        if start not in variants:
+            known = ", ".join(variants)
+            raise YardstickError(f"config: variants.{name}.{key}: there is no variant {start} (known: {known})")
+        if start in path:
+            chain = " -> ".join([*path, start])
+            raise YardstickError(f"config: variants.{path[0]}.{key}: leads to itself ({chain})")
+        _resolve_start(experiment, [*path, start])
+        _require_packed(experiment, start, f"variants.{name}.{key}")
+    if "start" in recipe:
+        for inherited in ("group_size", "keep_bf16"):
+            recipe.setdefault(inherited, variants[recipe["start"]][inherited])
+    if "of" in recipe:
+        _resolve_mix(experiment, name, recipe)
+
+
+def _resolve_mix(experiment: Experiment, name: str, recipe: dict) -> None:
+    """Give a mix the transforms that its variants have in common, and the finest of their group sizes.
+
+    Raises:
+        YardstickError: their matrices belong to different norms.
+    """
+    first, where = experiment.variant_of(recipe["of"][0]), f"config: variants.{name}.of"
+    for start in recipe["of"]:
+        made = experiment.variant_of(start)
+        if made["method"] == "awq" or "awq" in made.get("transform", {}):
+            raise YardstickError(f"{where}: {start} was smoothed by AWQ, and its matrices fit its own norms only")
+        if made.get("transform") != first.get("transform"):
+            raise YardstickError(f"{where}: {start} is not rotated as {recipe['of'][0]} is, so they do not mix")
+    if "transform" in first:
+        recipe["transform"] = first["transform"]
+    recipe["group_size"] = min(experiment.variants[start]["group_size"] for start in recipe["of"])
+    recipe["keep_bf16"] = None
 
 
 def _require_packed(experiment: Experiment, name: str, where: str) -> None:

@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from tests.tiny import write_tiny_model
-from yardstick.errors import YardstickError
 from yardstick.models.folder import open_folder
 from yardstick.quantize import distill, run_distill, run_rtn
 from yardstick.quantize.checkpoint import INDEX, PackedWriter
 from yardstick.quantize.distill import Adam, Matrix, group_sums, kl_divergence, rate_share
-from yardstick.quantize.run_distill import batch_rows, split_sequences
+from yardstick.quantize.run_distill import batch_rows
 from yardstick.sources.packed import PackedSource
 
 RECIPE = {
@@ -132,15 +131,6 @@ def test_the_rate_rises_then_falls():
     assert [rate_share(0, 1), rate_share(1, 2)] == [1.0, 1.0]
 
 
-def test_every_text_gives_its_share():
-    learned, held = split_sequences({"prose": 20, "code": 8, "one": 1, "math": 4}, 0.125)
-    assert held == [5, 15, 24, 31]
-    assert learned == [row for row in range(33) if row not in held]
-    assert split_sequences({"a": 2}, 0.9) == ([0], [1])
-    with pytest.raises(YardstickError, match="two sequences or more"):
-        split_sequences({"a": 1, "b": 1}, 0.5)
-
-
 def test_an_epoch_takes_every_row_once_in_a_new_order():
     rows = [3, 5, 8, 13, 21, 34]
     taken = [row for step in range(3) for row in batch_rows(rows, 4, step, seed=1)]
@@ -173,7 +163,7 @@ def start_checkpoint(original, folder, keep_bf16=None):
 def distilled(begun, folder, **changes):
     original, calibration, start = begun
     writer, recipe = PackedWriter(folder, "e"), RECIPE | changes
-    shards = run_distill.quantize_model(original.source, original.config, recipe, writer, calibration, start)
+    shards = run_distill.quantize_model(original.source, original.config, recipe, writer, calibration, [start])
     writer.finish(shards, recipe, original.folder)
     return writer.facts["distillation"]["curve"]
 

@@ -65,6 +65,18 @@ def test_default_config_is_whole():
             {"method": "distill", "start": "kd"},
             r"config: variants.kd.start: leads to itself \(kd -> kd\)",
         ),
+        ("variants/m", {"method": "mix", "of": ["rtn-g32"], "bits": 4.5}, "config.variants.m.of: .*too short"),
+        ("variants/m", {"method": "mix", "of": ["rtn-g32", "rtn-g64"]}, "config.variants.m: key 'bits' is missing"),
+        (
+            "variants/m",
+            {"method": "mix", "of": ["rtn-g32", "rtn-g96"], "bits": 4.5},
+            "config: variants.m.of: there is no variant rtn-g96",
+        ),
+        (
+            "variants/m",
+            {"method": "mix", "of": ["rtn-g32", "m"], "bits": 4.5},
+            "config: variants.m.of: leads to itself .m -> m",
+        ),
         ("variants/kd", {"method": "distill", "start": "rtn-g32", "held_out": 1}, "variants.kd.held_out: 1 is"),
         ("variants/kd", {"method": "distill", "start": "rtn-g32", "group_size": 32}, "unknown key 'group_size'"),
         ("variants/a b", {"method": "rtn"}, "name 'a b'"),
@@ -372,3 +384,31 @@ def test_a_variant_that_starts_from_another_has_its_packing():
     loop = {"a": chain["kd"] | {"start": "b"}, "b": {"method": "distill", "start": "a"}}
     with pytest.raises(YardstickError, match="variants.a.start: leads to itself .a -> b -> a"):
         load_experiment(changed("variants", CONFIG["variants"] | loop))
+
+
+def test_a_mix_takes_over_the_rotation_that_its_variants_share():
+    rotated = {"method": "gptq", "transform": {"rotate": {"seed": 3}}}
+    variants = {
+        "a": rotated | {"group_size": 64},
+        "b": {"method": "distill", "start": "a"},
+        "c": rotated | {"group_size": 32},
+        "other": {"method": "gptq", "transform": {"rotate": {"seed": 4}}},
+        "scaled": {"method": "awq"},
+        "coded": {"method": "trellis"},
+        "m": {"method": "mix", "of": ["b", "c"], "bits": 4.75},
+        "again": {"method": "distill", "start": "m"},
+    }
+    experiment = load_experiment(changed("variants", CONFIG["variants"] | variants))
+    mix = experiment.variants["m"]
+    assert mix["transform"] == {"rotate": {"seed": 3, "heads": False}}
+    assert mix["group_size"] == experiment.variants["again"]["group_size"] == 32
+    assert experiment.variant_of("again")["transform"] == mix["transform"]
+    for names, message in (
+        (["b", "other"], "of: other is not rotated as b is"),
+        (["b", "rtn-g32"], "of: rtn-g32 is not rotated as b is"),
+        (["rtn-g32", "scaled"], "of: scaled was smoothed by AWQ"),
+        (["rtn-g32", "coded"], "of: coded is stored as trellis"),
+    ):
+        variants["m"] = {"method": "mix", "of": names, "bits": 4.75}
+        with pytest.raises(YardstickError, match=f"config: variants.m.{message}"):
+            load_experiment(changed("variants", CONFIG["variants"] | variants))

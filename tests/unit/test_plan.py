@@ -254,6 +254,19 @@ def test_a_distilled_variant_is_planned():
     assert 1.5e9 < short.memory < 3.2e9
 
 
+def test_a_mix_is_planned():
+    config = yaml.safe_load(Path("config/config.yaml").read_text())
+    config["variants"]["mixed"] = {"method": "mix", "of": ["rtn-g128", "rtn-g64", "rtn-g32"], "bits": 4.5}
+    plan = ModelPlan(load_experiment(config), "smollm2-135m", RATES)
+    steps = {step.name: step for step in plan.steps()}
+    assert steps["quantize mixed"].disk == pytest.approx(steps["quantize rtn-g64"].disk, rel=0.01)
+    config["variants"]["mixed"]["positions"] = 1024
+    more = {step.name: step for step in ModelPlan(load_experiment(config), "smollm2-135m", RATES).steps()}
+    operations = (more["quantize mixed"].seconds - steps["quantize mixed"].seconds) * 0.65 * 50e12
+    # of three variants, 210 matrices and the head alone, half of the layers each, and their heads
+    assert operations == pytest.approx(3 * 512 * 211 * 2 * (106e6 / 2 + 49152 * 576), rel=0.2)
+
+
 def test_a_search_of_scales_takes_time_of_its_own():
     config = yaml.safe_load(Path("config/config.yaml").read_text())
     config["variants"]["gptq-awq"] = config["variants"]["gptq-g128"] | {"transform": {"awq": {}}}

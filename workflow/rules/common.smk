@@ -15,7 +15,7 @@ from yardstick.formats import KINDS
 from yardstick.gsm8k.backends import BACKENDS
 from yardstick.load_experiment import load_experiment
 from yardstick.provenance import stage_files
-from yardstick.quantize.methods import modules_of, needs_text
+from yardstick.quantize.methods import modules_of, needs_text, starts_of
 
 try:
     EXPERIMENT = load_experiment(config)
@@ -87,10 +87,11 @@ def calibration_sequences(wildcards):
     return [f"data/quality/{wildcards.model}/calib.npz"] if needed else []
 
 
-def start_checkpoint(wildcards):
-    """The checkpoint that a method begins with, where it needs another variant's."""
-    start = EXPERIMENT.variants[wildcards.variant].get("start")
-    return [f"results/quality/{wildcards.model}/{start}/checkpoint/model.safetensors.index.json"] if start else []
+def start_checkpoints(wildcards):
+    """The checkpoints that a method works on, where it needs other variants'."""
+    folder = f"results/quality/{wildcards.model}"
+    starts = starts_of(EXPERIMENT.variants[wildcards.variant])
+    return [f"{folder}/{start}/checkpoint/model.safetensors.index.json" for start in starts]
 
 
 def stamps(paths):

@@ -6,7 +6,7 @@ rule quantize_variant:
         code=method_code,
         model="data/models/{model}/manifest.json",
         calibration=calibration_sequences,
-        start=start_checkpoint,
+        start=start_checkpoints,
     output:
         index="results/quality/{model}/{variant}/checkpoint/model.safetensors.index.json",
         record="results/quality/{model}/{variant}/quantize.json",
@@ -17,11 +17,11 @@ rule quantize_variant:
     threads: workflow.cores
     resources:
         gpu=1,
-        mem_mb=lambda w: 3500 if start_checkpoint(w) else 2500,
+        mem_mb=lambda w: 3500 if start_checkpoints(w) else 2500,
     params:
         recipe=lambda w: as_json(EXPERIMENT.variants[w.variant]),
         calibration=lambda w: " ".join(f"--calibration {path}" for path in calibration_sequences(w)),
-        start=lambda w: " ".join(f"--start {path}" for path in start_checkpoint(w)),
+        start=lambda w: " ".join(f"--start {path}" for path in start_checkpoints(w)),
     message:
         "Quantizing {wildcards.model} as {wildcards.variant}"
     shell:

@@ -25,9 +25,9 @@ def main(arguments) -> None:
     inputs = {"model": original.digest}
     if arguments.calibration:
         inputs["calibration"] = sha256_file(arguments.calibration)
-    start = {"start": arguments.start} if arguments.start else {}
-    if start:
-        inputs["start"] = sha256_file(arguments.start)
+    starts = {"starts": arguments.start} if arguments.start else {}
+    if starts:
+        inputs["starts"] = [sha256_file(path) for path in arguments.start]
     proof = {"recipe": recipe, "inputs": inputs, "code_sha256": code_digest("yardstick.cli.quantize", *modules)}
     writer = PackedWriter(arguments.output.parent, sha256_text(canonical_json(proof)))
     source, config = original.source, original.config
@@ -35,8 +35,8 @@ def main(arguments) -> None:
         transform = importlib.import_module(TRANSFORMS[name]).transform
         source, config = transform(source, config, recipe["transform"][name], recipe, writer, arguments.calibration)
     method = importlib.import_module(modules[0])
-    shards = method.quantize_model(source, config, recipe, writer, arguments.calibration, **start)
-    folder = arguments.start.parent if start else original.folder
+    shards = method.quantize_model(source, config, recipe, writer, arguments.calibration, **starts)
+    folder = arguments.start[0].parent if starts else original.folder
     reports = writer.finish(shards, recipe, folder, is_folded(recipe))
     not_below = [r["name"] for r in reports if r["output_error"] >= r["output_error_rtn"]]
     if reports:
@@ -54,7 +54,9 @@ if __name__ == "__main__":
     arguments = parser(__doc__)
     arguments.add_argument("--model", type=Path, required=True, help="the model's manifest.json")
     arguments.add_argument("--calibration", type=Path, help="calibration sequences, where the method uses them")
-    arguments.add_argument("--start", type=Path, help="index of the packed checkpoint that the method begins with")
+    arguments.add_argument(
+        "--start", type=Path, action="append", help="index of a packed checkpoint that the method works on"
+    )
     arguments.add_argument("--output", type=Path, required=True, help="index of the checkpoint to write")
     arguments.add_argument("--record", type=Path, required=True, help="quantize.json to write")
     run_step(main, arguments)

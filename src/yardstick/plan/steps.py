@@ -97,7 +97,7 @@ class ModelPlan(TaskSteps):
             steps.append(self.probe_inputs())
         for name, recipe in recipes.items():
             if name in self.experiment.variants:
-                calibrated = self.distill if "start" in recipe else self.gptq
+                calibrated = {"distill": self.distill, "mix": self.mix}.get(recipe["method"], self.gptq)
                 steps.append(calibrated(name, recipe) if needs_text(recipe) else self.rtn(name, recipe))
             elif recipe["kind"] == "gguf":
                 steps.append(self.gguf(name))

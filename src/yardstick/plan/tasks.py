@@ -100,23 +100,38 @@ class TaskSteps:
 
     def attribute(self, name: str) -> Step:
         """Every matrix, kind and layer swapped alone: a branch costs the layers from its first swap on."""
-        config, settings = self.config, self.experiment.config["attribution"]
-        positions, layers = settings["positions"], config.num_layers
+        settings = self.experiment.config["attribution"]
+        seconds, memory, branches = self.swaps(settings["positions"], settings["by"])
+        reads = 3 * self.candidate_size(name) + 2 * self.model_bytes
+        output = self.results / name / "attribution.json"
+        seconds += START_SECONDS + reads / self.rates.disk
+        return Step(f"attribute {name}", output, reads, 500 * branches, memory, seconds)
+
+    def mix(self, name: str, recipe: dict) -> Step:
+        """Every matrix of every variant alone, and a few whole models on what is held out."""
+        seconds, memory, _ = self.swaps(recipe["positions"], ["matrix"])
+        reads = 3 * sum(map(self.candidate_size, recipe["of"])) + 2 * self.model_bytes
+        wholes = 2 + len(recipe["of"])
+        held = max(1, round(recipe["held_out"] * self.sequences))
+        seconds = len(recipe["of"]) * seconds + START_SECONDS + reads / self.rates.disk
+        seconds += wholes * self.forward_seconds(held, self.calibration_length, "float32")
+        return Step(f"quantize {name}", self.checkpoint(name), reads, self.candidate_size(name), memory, seconds)
+
+    def swaps(self, positions: int, by: list[str]) -> tuple[float, float, int]:
+        """Seconds, memory and branches of parts that are swapped alone, beside body and all."""
+        config, layers = self.config, self.config.num_layers
         linears = [config.layer_linears(layer) for layer in range(layers)]
         kinds = len({kind for names in linears for kind in names})
         alone = {"matrix": [len(names) for names in linears], "layer": [1] * layers}
-        passes = layers * (2 + (kinds if "kind" in settings["by"] else 0))
+        passes = layers * (2 + (kinds if "kind" in by else 0))
         for group, counts in alone.items():
-            if group in settings["by"]:
+            if group in by:
                 passes += sum(count * (layers - layer) for layer, count in enumerate(counts))
-        branches = 2 + kinds + sum(sum(counts) for group, counts in alone.items() if group in settings["by"])
+        branches = 2 + kinds + sum(sum(counts) for group, counts in alone.items() if group in by)
         operations = passes / layers * forward_operations(config, max(1, positions // LONGEST), min(positions, LONGEST))
         operations += 2 * (branches + 2) * positions * config.vocab_size * config.hidden_size
         states = 2 * 4 * branches * positions * config.hidden_size
         tile = 4 * (2 * VOCAB_TILE * config.hidden_size + 4 * POSITION_TILE * VOCAB_TILE)
         # both models' layers
         memory = 2 * self.forward_memory(4, BATCH_POSITIONS // LONGEST, LONGEST, 0) - PROCESS + states + tile
-        reads = 3 * self.candidate_size(name) + 2 * self.model_bytes
-        seconds = START_SECONDS + operations / (FORWARD_SHARE * self.rates.products["float32"])
-        output = self.results / name / "attribution.json"
-        return Step(f"attribute {name}", output, reads, 500 * branches, memory, seconds + reads / self.rates.disk)
+        return operations / (FORWARD_SHARE * self.rates.products["float32"]), memory, branches

@@ -7,6 +7,7 @@ METHODS = {
     "gptq-refined": "yardstick.quantize.run_refined",
     "awq": "yardstick.quantize.run_awq",
     "trellis": "yardstick.quantize.run_trellis",
+    "mix": "yardstick.quantize.run_mix",
 }
 # the format of a method's checkpoints, where it is not `packed`
 FORMATS = {"trellis": "trellis"}
@@ -22,6 +23,11 @@ NEED_NO_TEXT = {"rtn", "rotate"}
 def transforms_of(recipe: dict) -> list[str]:
     """Transforms of a variant, in the order in which they are made."""
     return [name for name in TRANSFORMS if name in recipe.get("transform", {})]
+
+
+def starts_of(recipe: dict) -> list[str]:
+    """Variants whose checkpoints the method works on."""
+    return recipe["of"] if "of" in recipe else [recipe["start"]] if "start" in recipe else []
 
 
 def modules_of(recipe: dict) -> list[str]:

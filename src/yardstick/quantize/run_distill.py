@@ -20,6 +20,7 @@ from yardstick.models.prefill import embed, final_hidden_states, head_name, head
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.distill import Adam, Matrix, kl_divergence, rate_share
+from yardstick.quantize.held_out import split_sequences
 from yardstick.quantize.pack import unpack_nibbles
 from yardstick.sources.base import TensorSource
 from yardstick.sources.packed import PackedSource
@@ -117,26 +118,6 @@ class Student:
         return loss
 
 
-def split_sequences(counts: dict[str, int], share: float) -> tuple[list[int], list[int]]:
-    """(rows to learn from, rows held out) of sequences that lie corpus after corpus, `counts` of each.
-
-    Each corpus with two sequences or more gives its share, at least one, at equal distances.
-
-    Raises:
-        YardstickError: no corpus has two.
-    """
-    learned, held, first = [], [], 0
-    for count in counts.values():
-        taken = min(max(1, round(count * share)), count - 1)
-        chosen = {(2 * i + 1) * count // (2 * taken) for i in range(taken)}
-        for row in range(count):
-            (held if row in chosen else learned).append(first + row)
-        first += count
-    if not held:
-        raise YardstickError("distill: needs a calibration text of two sequences or more, one of them to be held out")
-    return learned, held
-
-
 def batch_rows(rows: list[int], size: int, step: int, seed: int) -> list[int]:
     """Rows of a step's batch: each epoch is a new order of all rows, and a batch may reach into the next epoch."""
     found = []
@@ -232,7 +213,12 @@ class DistillRun:
 
 
 def quantize_model(
-    source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path, start: Path
+    source: TensorSource,
+    config: ModelConfig,
+    recipe: dict,
+    writer: PackedWriter,
+    calibration: Path,
+    starts: list[Path],
 ) -> list[str]:
     """Write all shards of the checkpoint, going on at the last score of a stopped run; returns their names.
 
@@ -242,7 +228,7 @@ def quantize_model(
     shards = [*(f"layer-{i:05d}" for i in range(config.num_layers)), "rest"]
     if all(writer.has_shard(shard) for shard in shards):
         return shards
-    started = PackedSource(start.parent)
+    started = PackedSource(starts[0].parent)
     run = train(source, config, recipe, writer, calibration, started)
     writer.facts["distillation"] = {"curve": run.curve}
     names = {shard: [] for shard in shards}
@@ -266,7 +252,7 @@ def train(
 ) -> DistillRun:
     """Distil the started checkpoint; the returned run holds the best state."""
     device, arrays = pick_device(), load_arrays(calibration)
-    learned, held = split_sequences({name: len(rows) for name, rows in arrays.items()}, recipe["held_out"])
+    learned, held = split_sequences({name: len(rows) for name, rows in arrays.items()}, recipe["held_out"], "distill")
     input_ids = load_calibration(calibration)
     rotary = rotary_table(config, input_ids.shape[1], device, torch.float32)
     embedded = embed(started, config, input_ids, torch.float32, device)
