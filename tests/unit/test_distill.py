@@ -154,7 +154,7 @@ def start_checkpoint(original, folder, keep_bf16=None):
     """Rounded to nearest, and then all scales 6 % too large: an error that scales and minima can undo."""
     writer, recipe = PackedWriter(folder, "d"), {"group_size": 64, "mse": False, "keep_bf16": keep_bf16}
     add = writer.add_quantized
-    writer.add_quantized = lambda name, codes, scales, *rest: add(name, codes, scales * 1.06, *rest)
+    writer.add_quantized = lambda name, codes, scales, *rest, **more: add(name, codes, scales * 1.06, *rest, **more)
     shards = run_rtn.quantize_model(original.source, original.config, recipe, writer, None)
     writer.finish(shards, recipe, original.folder)
     return folder / INDEX

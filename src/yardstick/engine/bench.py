@@ -56,7 +56,11 @@ def model_shapes(source: PackedSource, config: ModelConfig) -> dict[str, tuple[i
     Raises:
         YardstickError: it has no packed matrix.
     """
-    shapes = engine_shapes(config, lambda name: source.schemes.get(name, {}).get("group_size"))
+    shapes = engine_shapes(
+        config,
+        lambda name: source.schemes.get(name, {}).get("group_size"),
+        lambda name: source.schemes.get(name, {}).get("terms", 1),
+    )
     if not shapes:
         raise YardstickError(f"{source.path}: no matrix is packed; time another variant (engine.candidate)")
     return shapes

@@ -19,7 +19,7 @@ class QuantLinear(torch.nn.Module):
     types stay: rounding scales again would change the weights. There is no `weight`, which would have to be dense.
 
     Args:
-        weight: of one matrix, or of several that share their input (`PackedWeight.stack`).
+        weight: of one matrix, of the terms of one, or of several that share their input (`PackedWeight.stack`).
         bias: [out], or None.
         path: a path by name for any number of rows that it takes, instead of the table's; other numbers of rows are
             refused.
@@ -39,11 +39,8 @@ class QuantLinear(torch.nn.Module):
         super().__init__()
         if path is not None:
             find_path(path, weight)
-        self.in_features, self.out_features, self.group_size = (
-            weight.in_features,
-            weight.out_features,
-            weight.group_size,
-        )
+        self.in_features, self.group_size, self.terms = weight.in_features, weight.group_size, weight.terms
+        self.out_features = weight.out_features // weight.terms
         for name in STORED:
             self.register_buffer(name, getattr(weight, name))
         self.register_buffer("bias", bias)
@@ -53,7 +50,7 @@ class QuantLinear(torch.nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The matrix as it is stored."""
-        return PackedWeight(self.codes, self.scales, self.minima, self.in_features, self.group_size)
+        return PackedWeight(self.codes, self.scales, self.minima, self.in_features, self.group_size, self.terms)
 
     def choice(self, rows: int, dtype: torch.dtype) -> Choice:
         """The path for inputs of this many rows.
@@ -84,7 +81,10 @@ class QuantLinear(torch.nn.Module):
         flat = inputs.reshape(-1, self.in_features)
         if not len(flat):
             return inputs.new_zeros(*inputs.shape[:-1], self.out_features)
-        out = self.path(len(flat), inputs.dtype)(flat).view(*inputs.shape[:-1], self.out_features)
+        out = self.path(len(flat), inputs.dtype)(flat)
+        if self.terms > 1:
+            out = out.unflatten(-1, (self.terms, -1)).sum(-2)
+        out = out.view(*inputs.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def path(self, rows: int, dtype: torch.dtype) -> Path:
@@ -122,7 +122,8 @@ class QuantLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         kind = "symmetric " if self.minima is None else ""
-        return f"{self.in_features} to {self.out_features}, {kind}int4 in groups of {self.group_size}"
+        terms = f"{self.terms} terms of " if self.terms > 1 else ""
+        return f"{self.in_features} to {self.out_features}, {terms}{kind}int4 in groups of {self.group_size}"
 
 
 def explain(module: torch.nn.Module, rows: int = 1, dtype: torch.dtype = torch.float32) -> Iterator[str]:

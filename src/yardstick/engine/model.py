@@ -151,28 +151,34 @@ class JoinedLinear(torch.nn.Module):
         return self.linear(inputs).split(self.sizes, dim=-1)
 
 
-def engine_shapes(config: ModelConfig, group_of: Callable[[str], int | None]) -> dict[str, tuple[int, int, int]]:
+def engine_shapes(
+    config: ModelConfig, group_of: Callable[[str], int | None], terms_of: Callable[[str], int] = lambda name: 1
+) -> dict[str, tuple[int, int, int]]:
     """Different shapes (out, in, group size) of the engine's products for a model, joined matrices as one, by the names
-    of the first. `group_of` gives the group size of a matrix by its full name, or None where it is not packed."""
+    of the first. `group_of` gives the group size of a matrix by its full name, or None where it is not packed;
+    `terms_of` its terms, whose rows lie behind each other."""
     shapes: dict[tuple[int, int, int], str] = {}
     for layer in range(config.num_layers):
         linears = config.layer_linears(layer)
         groups = {name: group_of(config.layer_name(layer, f"{name}.weight")) for name in linears}
-        found = {name: (*shape, groups[name]) for name, shape in linears.items() if groups[name]}
+        terms = {name: terms_of(config.layer_name(layer, f"{name}.weight")) for name in linears}
+        found = {
+            name: (terms[name] * out, width, groups[name]) for name, (out, width) in linears.items() if groups[name]
+        }
         for names in JOINED:
-            if joined_group([groups.get(name) for name in names]):
+            if can_be_joined([(groups.get(name), terms.get(name)) for name in names]):
                 parts = [found.pop(name) for name in names]
                 found["+".join(names)] = (sum(out for out, _, _ in parts), *parts[0][1:])
         for name, shape in found.items():
             shapes.setdefault(shape, name)
     if size := group_of(HEAD):
-        shapes.setdefault((config.vocab_size, config.hidden_size, size), HEAD.removesuffix(".weight"))
+        shapes.setdefault((terms_of(HEAD) * config.vocab_size, config.hidden_size, size), HEAD.removesuffix(".weight"))
     return {name: shape for shape, name in shapes.items()}
 
 
-def joined_group(groups: Sequence[int | None]) -> int | None:
-    """The group size of matrices that can be joined: all are packed in groups of it."""
-    return groups[0] if len(set(groups)) == 1 else None
+def can_be_joined(kinds: Sequence[tuple[int | None, int | None]]) -> bool:
+    """Whether matrices of these group sizes and terms can be joined: all are packed alike, and have one term."""
+    return len(set(kinds)) == 1 and kinds[0][0] is not None and kinds[0][1] == 1
 
 
 def open_model(
@@ -209,7 +215,8 @@ def load_layer(
         else:
             found[name] = source.get(full).to(device=device, dtype=dtype)
     for names in JOINED:
-        if joined_group([packed[name].group_size if name in packed else None for name in names]):
+        parts = [packed.get(name) for name in names]
+        if can_be_joined([(part.group_size, part.terms) if part else (None, None) for part in parts]):
             found["+".join(names)] = JoinedLinear([packed.pop(name) for name in names], path)
     for name, weight in packed.items():
         found[f"{name}.weight"] = QuantLinear(weight, path=path)

@@ -1,7 +1,7 @@
 """A packed matrix in memory, as its checkpoint stores it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +22,8 @@ class PackedWeight:
         minima: as `scales`, or None.
         in_features: columns; the last group, and the last byte of a row, may be short.
         group_size: columns that share a scale.
+        terms: matrices whose sum is meant, rows behind each other. Here `out` counts the rows of all of them, and so do
+            the kernels; `QuantLinear` adds their outputs up.
     """
 
     codes: torch.Tensor
@@ -29,6 +31,7 @@ class PackedWeight:
     minima: torch.Tensor | None
     in_features: int
     group_size: int
+    terms: int = 1
 
     def __post_init__(self) -> None:
         rows, groups = len(self.codes), group_count(self.in_features, self.group_size)
@@ -56,12 +59,16 @@ class PackedWeight:
 
     def to(self, device: torch.device) -> "PackedWeight":
         minima = None if self.minima is None else self.minima.to(device)
-        return PackedWeight(self.codes.to(device), self.scales.to(device), minima, self.in_features, self.group_size)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), minima=minima)
 
     def rows(self, stop: int) -> "PackedWeight":
-        """The first rows."""
-        minima = None if self.minima is None else self.minima[:stop]
-        return PackedWeight(self.codes[:stop], self.scales[:stop], minima, self.in_features, self.group_size)
+        """The first rows of each term."""
+
+        def first(stored: torch.Tensor) -> torch.Tensor:
+            return stored[:stop] if self.terms == 1 else stored.unflatten(0, (self.terms, -1))[:, :stop].flatten(0, 1)
+
+        minima = None if self.minima is None else first(self.minima)
+        return replace(self, codes=first(self.codes), scales=first(self.scales), minima=minima)
 
     def dequantize(self) -> torch.Tensor:
         """fp32 values [out, in]."""
@@ -84,10 +91,10 @@ class PackedWeight:
         """Matrices that read the same input as one, rows behind each other: one pass instead of several.
 
         Raises:
-            YardstickError: they differ in columns, group size or in having minima.
+            YardstickError: they differ in columns, group size or in having minima, or have several terms.
         """
-        kinds = {(w.in_features, w.group_size, w.minima is None) for w in weights}
-        if len(kinds) != 1:
+        kinds = {(w.in_features, w.group_size, w.minima is None, w.terms) for w in weights}
+        if len(kinds) != 1 or weights[0].terms != 1:
             raise YardstickError("packed matrices of different columns, groups or symmetry cannot be stacked")
         first = weights[0]
         minima = None if first.minima is None else torch.cat([w.minima for w in weights])

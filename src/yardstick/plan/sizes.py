@@ -64,7 +64,7 @@ def variant_bits(config: ModelConfig, recipe: dict, stored=packed_bits) -> dict[
     trellis = recipe["method"] == "trellis"
 
     def bits(shape: tuple[int, int]) -> int:
-        return trellis_bits(shape) if trellis else stored(shape, recipe["group_size"])
+        return trellis_bits(shape) if trellis else recipe.get("terms", 1) * stored(shape, recipe["group_size"])
 
     return {
         name: 16 * prod(shape) if keep and keep.search(name) else bits(shape)

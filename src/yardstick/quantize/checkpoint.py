@@ -34,10 +34,14 @@ class PackedWriter:
         self.facts: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def add_quantized(self, name: str, codes, scales, minima, group_size: int, report: dict | None = None) -> None:
-        """Put a matrix into the shard that is being built. `report` goes into the checkpoint's record."""
+    def add_quantized(
+        self, name: str, codes, scales, minima, group_size: int, report: dict | None = None, terms: int = 1
+    ) -> None:
+        """Put a matrix into the shard that is being built, with the rows of its terms behind each other. `report` goes
+        into the checkpoint's record."""
         parts = {CODES: pack_nibbles(codes), SCALES: scales, MINIMA: minima}
-        self.add_encoded(name, parts, {"group_size": group_size, "shape": list(codes.shape)}, report)
+        scheme = {"group_size": group_size, "shape": [len(codes) // terms, codes.shape[1]]}
+        self.add_encoded(name, parts, scheme if terms == 1 else scheme | {"terms": terms}, report)
 
     def add_encoded(self, name: str, parts: dict[str, torch.Tensor], scheme: dict, report: dict | None = None) -> None:
         """Put a matrix of any format: stored tensors by the ends of their names, and the scheme that decodes them."""

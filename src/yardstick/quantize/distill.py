@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from yardstick.quantize.pack import LEVELS, dequantize
+from yardstick.quantize.pack import LEVELS, dequantize, sum_of_terms
 
 MIDDLE = LEVELS / 2
 BETAS, EPSILON = (0.9, 0.95), 1e-12
@@ -26,22 +26,25 @@ class Matrix:
     """A packed matrix whose scales and minima are learned; called like a linear layer.
 
     Args:
-        codes: uint8 [out, in].
+        codes: uint8 [out, in]; of several terms, here and below, the rows of each behind each other.
         scales, minima: fp32 [out, groups].
         scale_gradients, minimum_gradients: fp32 [out, groups], to which the backward adds.
     """
 
-    def __init__(self, codes, scales, minima, scale_gradients, minimum_gradients, group_size: int) -> None:
-        self.codes, self.group_size = codes, group_size
+    def __init__(self, codes, scales, minima, scale_gradients, minimum_gradients, group_size: int, terms=1) -> None:
+        self.codes, self.group_size, self.terms = codes, group_size, terms
         self.scales, self.minima = scales, minima
         self.scale_gradients, self.minimum_gradients = scale_gradients, minimum_gradients
 
     def dense(self) -> torch.Tensor:
         """fp32 [out, in], of the values that would be stored."""
-        return dequantize(self.codes, self.scales.bfloat16(), self.minima.bfloat16(), self.group_size)
+        values = dequantize(self.codes, self.scales.bfloat16(), self.minima.bfloat16(), self.group_size)
+        return sum_of_terms(values, self.terms)
 
     def learn(self, gradient: torch.Tensor) -> None:
         """Add what a gradient dL/dW [out, in] is for the groups; the gradient is used up."""
+        if self.terms > 1:
+            gradient = gradient.repeat(self.terms, 1)
         self.minimum_gradients += group_sums(gradient, self.group_size)
         self.scale_gradients += group_sums(gradient.mul_(self.codes), self.group_size)
 

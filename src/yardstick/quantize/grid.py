@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from yardstick.quantize.pack import LEVELS, group_count
+from yardstick.quantize.pack import LEVELS, dequantize, group_count
 
 SMALLEST_NORMAL = torch.finfo(torch.bfloat16).tiny
 MSE_STEPS, MSE_SMALLEST, MSE_POWER = 33, 0.6, 2.4
@@ -82,6 +82,18 @@ def round_to_nearest(weights: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, t
         columns = slice(group * grid.group_size, (group + 1) * grid.group_size)
         codes[:, columns] = nearest_codes(weights[:, columns], scales[:, group, None], minima[:, group, None])
     return codes, scales.bfloat16(), minima.bfloat16()
+
+
+def round_in_terms(weights: torch.Tensor, grid: Grid, terms: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `round_to_nearest`, in a sum of terms: each rounds what those before it leave. Rows of all terms behind each
+    other, [terms * out, ...]."""
+    found, left = [], weights
+    for term in range(terms):
+        found.append(round_to_nearest(left, grid))
+        if term + 1 < terms:
+            left = left - dequantize(*found[-1], grid.group_size)
+    codes, scales, minima = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return codes, scales, minima
 
 
 def static_ranges(weights: torch.Tensor, grid: Grid, rows_at_once: int = 2048) -> tuple[torch.Tensor, torch.Tensor]:

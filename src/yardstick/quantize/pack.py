@@ -4,11 +4,16 @@
 
 Groups run along the input dimension; the last group of a row may be short. Element 2j of a row is the low nibble of
 byte j. With 128 columns a group that is 4 + 32 / 128 = 4.25 bits per weight.
+
+A matrix that asks for more bits is a sum of terms, each of which is one of the contract: the first approximates it, the
+next what is left. They are stored with the rows of all terms behind each other, [terms * out, ...], so that the kernels
+need not know of them: the sum of their outputs is the matrix's. Two terms have 8.5 bits per weight.
 """
 
 import torch
 
 LEVELS = 15  # codes 0..15
+MOST_TERMS = 2
 
 
 def group_count(in_features: int, group_size: int) -> int:
@@ -41,3 +46,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor, 
     if whole < in_features:
         weights[:, whole:].mul_(scales[:, -1:].float()).add_(minima[:, -1:].float())
     return weights
+
+
+def sum_of_terms(stacked: torch.Tensor, terms: int) -> torch.Tensor:
+    """[terms * out, ...] to [out, ...]."""
+    return stacked if terms == 1 else stacked.unflatten(0, (terms, -1)).sum(0)

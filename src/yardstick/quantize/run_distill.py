@@ -53,7 +53,8 @@ class Student:
             shape, part = weight.scales.shape, slice(groups, groups := groups + weight.scales.numel())
             codes = unpack_nibbles(weight.codes, weight.in_features).contiguous().to(device)
             flats = (self.scales, self.minima, self.scale_gradients, self.minimum_gradients)
-            self.matrices[name] = Matrix(codes, *(flat[part].view(shape) for flat in flats), weight.group_size)
+            parts = (flat[part].view(shape) for flat in flats)
+            self.matrices[name] = Matrix(codes, *parts, weight.group_size, weight.terms)
         self.layers = []
         for layer in range(config.num_layers):
             names = {short: config.layer_name(layer, short) for short in config.layer_tensors(layer)}
@@ -66,12 +67,12 @@ class Student:
         return {"scales": self.scales.bfloat16(), "minima": self.minima.bfloat16()}
 
     def parts(self, stored: dict[str, torch.Tensor]) -> dict[str, tuple]:
-        """Codes, scales, minima and group size of each matrix by name, with the values of `stored`."""
+        """Codes, scales, minima, group size and terms of each matrix by name, with the values of `stored`."""
         found, groups = {}, 0
         for name, matrix in self.matrices.items():
             part = slice(groups, groups := groups + matrix.scales.numel())
             scales, minima = (stored[key][part].view_as(matrix.scales) for key in ("scales", "minima"))
-            found[name] = matrix.codes, scales, minima, matrix.group_size
+            found[name] = matrix.codes, scales, minima, matrix.group_size, matrix.terms
         return found
 
     def head(self) -> torch.Tensor:
@@ -240,7 +241,8 @@ def quantize_model(
     for shard in shards:
         for name in names[shard]:
             if name in best:
-                writer.add_quantized(name, *best[name])
+                *parts, terms = best[name]
+                writer.add_quantized(name, *parts, terms=terms)
             else:
                 writer.add_plain(name, started.get(name))
         writer.finish_shard(shard)

@@ -191,7 +191,8 @@ def quantize_model(
             if name in candidate.schemes:
                 packed = candidate.packed(name)
                 codes = unpack_nibbles(packed.codes, packed.in_features)
-                writer.add_quantized(name, codes, packed.scales, packed.minima, packed.group_size)
+                parts = (codes, packed.scales, packed.minima, packed.group_size)
+                writer.add_quantized(name, *parts, terms=packed.terms)
             elif name in candidate.infos():  # a tied head that stays bf16 is not stored
                 writer.add_plain(name, candidate.get(name))
         writer.finish_shard(shard)

@@ -6,7 +6,7 @@ from pathlib import Path
 from yardstick.models.config import ModelConfig
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
-from yardstick.quantize.grid import Grid, round_to_nearest
+from yardstick.quantize.grid import Grid, round_in_terms
 from yardstick.sources.base import TensorSource
 
 
@@ -14,7 +14,7 @@ def quantize_model(
     source: TensorSource, config: ModelConfig, recipe: dict, writer: PackedWriter, calibration: Path | None
 ) -> list[str]:
     """Write all shards of the checkpoint; returns their names."""
-    grid = Grid(recipe["group_size"], recipe["mse"])
+    grid, terms = Grid(recipe["group_size"], recipe["mse"]), recipe.get("terms", 1)
     keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
     shards: dict[str, list[str]] = {f"layer-{i:05d}": [] for i in range(config.num_layers)}
     for layer, names in enumerate(shards.values()):
@@ -32,8 +32,8 @@ def quantize_model(
                     elif keep and keep.search(name):
                         writer.add_kept(name, tensor, is_head and config.tied_head)
                     else:
-                        codes, scales, minima = round_to_nearest(tensor.float(), grid)
-                        writer.add_quantized(name, codes, scales, minima, grid.group_size)
+                        parts = round_in_terms(tensor.float(), grid, terms)
+                        writer.add_quantized(name, *parts, grid.group_size, terms=terms)
                 writer.finish_shard(shard)
             done(1)
     return list(shards)

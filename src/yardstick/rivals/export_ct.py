@@ -57,6 +57,8 @@ def require_loadable(folder: Path, schemes: dict[str, dict], config: ModelConfig
         raise YardstickError(f"{folder}: holds no quantized tensor")
     for name, scheme in schemes.items():
         (_, width), size = scheme["shape"], scheme["group_size"]
+        if scheme.get("terms", 1) > 1:
+            raise YardstickError(f"{folder}: tensor {name} is a sum of terms, which compressed-tensors does not have")
         if width % size and not one_group(scheme):
             raise YardstickError(
                 f"{folder}: tensor {name} has rows of {width} in groups of {size}, but compressed-tensors has no short "

@@ -8,7 +8,7 @@ import torch
 from yardstick.engine.weight import PackedWeight
 from yardstick.errors import YardstickError
 from yardstick.files import read_json
-from yardstick.quantize.pack import dequantize, group_count, unpack_nibbles
+from yardstick.quantize.pack import MOST_TERMS, dequantize, group_count, sum_of_terms, unpack_nibbles
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.hf import PLAIN
 from yardstick.sources.kinds import is_size
@@ -52,7 +52,8 @@ class PackedSource(TensorSource):
     @staticmethod
     def label(scheme: dict) -> str:
         """How tables name the scheme."""
-        return f"int4-g{scheme['group_size']}"
+        terms = scheme.get("terms", 1)
+        return f"{'' if terms == 1 else f'{terms}x'}int4-g{scheme['group_size']}"
 
     def wanted(self, name: str, scheme: object) -> tuple[dict[str, tuple[str, list[int]]], str]:
         """Types and shapes of the stored tensors of a matrix by the ends of their names, and a word for what asks for
@@ -64,9 +65,13 @@ class PackedSource(TensorSource):
         shape, size = (scheme.get("shape"), scheme.get("group_size")) if isinstance(scheme, dict) else (None, None)
         if not (is_shape(shape) and is_size(size)):
             raise YardstickError(f"{self.path}: tensor {name}: the index names no shape [out, in] and group size")
-        groups = [shape[0], group_count(shape[1], size)]
-        codes = ("U8", [shape[0], -(-shape[1] // 2)])
-        return {CODES: codes, SCALES: ("BF16", groups), MINIMA: ("BF16", groups)}, f"{shape} in groups of {size}"
+        terms = scheme.get("terms", 1)
+        if type(terms) is not int or not 1 <= terms <= MOST_TERMS:
+            raise YardstickError(f"{self.path}: tensor {name}: the index names {terms!r} terms, not 1 to {MOST_TERMS}")
+        groups = [terms * shape[0], group_count(shape[1], size)]
+        codes = ("U8", [terms * shape[0], -(-shape[1] // 2)])
+        why = f"{shape} in groups of {size}" if terms == 1 else f"{shape} in {terms} terms and groups of {size}"
+        return {CODES: codes, SCALES: ("BF16", groups), MINIMA: ("BF16", groups)}, why
 
     def _check(self, name: str, scheme: object) -> list[str]:
         """Stored tensors of a packed matrix, each of the type and shape that its scheme asks for."""
@@ -90,7 +95,7 @@ class PackedSource(TensorSource):
         """A packed matrix as it is stored."""
         stem, scheme = name.removesuffix(".weight"), self.schemes[name]
         codes, scales, minima = (self.reader.tensor(stem + end) for end in (CODES, SCALES, MINIMA))
-        return PackedWeight(codes, scales, minima, scheme["shape"][1], scheme["group_size"])
+        return PackedWeight(codes, scales, minima, scheme["shape"][1], scheme["group_size"], scheme.get("terms", 1))
 
     def read(self, name: str) -> torch.Tensor:
         return self._read_rows(name, 0, None)
@@ -99,10 +104,18 @@ class PackedSource(TensorSource):
         return LazyRows(self, name, lambda start, stop: self._read_rows(name, start, stop))
 
     def _read_rows(self, name: str, start: int, stop: int | None) -> torch.Tensor:
-        def stored(part: str) -> torch.Tensor:
-            return self.reader.tensor(part, start, stop)
+        if name not in self.schemes:
+            return self.reader.tensor(name, start, stop)
+        scheme = self.schemes[name]
+        rows, terms = scheme["shape"][0], scheme.get("terms", 1)
+        first, last, _ = slice(start, stop).indices(rows)
 
-        return decode_matrix(stored, name, self.schemes[name]) if name in self.schemes else stored(name)
+        def stored(part: str) -> torch.Tensor:
+            if terms == 1:
+                return self.reader.tensor(part, start, stop)
+            return torch.cat([self.reader.tensor(part, t * rows + first, t * rows + last) for t in range(terms)])
+
+        return decode_matrix(stored, name, scheme)
 
 
 def is_shape(shape: object) -> bool:
@@ -111,7 +124,9 @@ def is_shape(shape: object) -> bool:
 
 
 def decode_matrix(stored: Callable[[str], torch.Tensor], name: str, scheme: dict) -> torch.Tensor:
-    """fp32 values [out, in] of one packed matrix, or of some of its rows; `stored` gives a stored tensor by name."""
+    """fp32 values [out, in] of one packed matrix, or of some of its rows; `stored` gives a stored tensor by name, of
+    several terms the rows of each behind each other."""
     stem = name.removesuffix(".weight")
     codes = unpack_nibbles(stored(stem + CODES), scheme["shape"][1])
-    return dequantize(codes, stored(stem + SCALES), stored(stem + MINIMA), scheme["group_size"])
+    values = dequantize(codes, stored(stem + SCALES), stored(stem + MINIMA), scheme["group_size"])
+    return sum_of_terms(values, scheme.get("terms", 1))
