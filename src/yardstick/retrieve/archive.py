@@ -83,11 +83,25 @@ def unpack_member(archive: Path, member: str, sha256: str, folder: Path) -> Path
     Raises:
         YardstickError: the archive is damaged or lacks the member, or the digest differs.
     """
-    path = Path(folder) / Path(member).name
+    return _unpack([(archive, member)], sha256, Path(folder) / Path(member).name, member)
+
+
+def join_members(parts: list[tuple[Path, str]], sha256: str, folder: Path) -> Path:
+    """Path of the file whose bytes lie in members of several archives, (archive, member) in their order; as
+    `unpack_member`, and named by its digest.
+
+    Raises:
+        YardstickError: an archive is damaged or lacks its member, or the digest differs.
+    """
+    return _unpack(parts, sha256, Path(folder) / sha256[:16], f"{parts[0][1]} to {parts[-1][1]}, joined")
+
+
+def _unpack(parts: list[tuple[Path, str]], sha256: str, path: Path, what: str) -> Path:
     if not path.is_file():
-        with atomic_path(path) as temporary:
-            temporary.write_bytes(read_member(archive, member))
-    require_sha256(path, sha256, member)
+        with atomic_path(path) as temporary, open(temporary, "wb") as stream:
+            for archive, member in parts:
+                stream.write(read_member(archive, member))
+    require_sha256(path, sha256, what)
     return path
 
 
