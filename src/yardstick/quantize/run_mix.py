@@ -23,33 +23,13 @@ from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.held_out import split_sequences
 from yardstick.quantize.pack import unpack_nibbles
-from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
+from yardstick.sources.base import TensorSource
+from yardstick.sources.mixed import HEAD, ReplacedSource
 from yardstick.sources.packed import PackedSource
 
-HEAD = "lm_head.weight"
 STRETCH = 128  # tokens of a piece of text on which single matrices are measured
 TOGETHER = 2  # sequences that share a product
-
-
-class Choice(TensorSource):
-    """A model whose matrices come from several checkpoints, and whatever else it holds from the first of them."""
-
-    def __init__(self, chosen: dict[str, TensorSource], rest: TensorSource, config: ModelConfig) -> None:
-        super().__init__(rest.path)
-        self._rest = rest
-        self._from = {name: (s, head_name(s, config) if name == HEAD else name) for name, s in chosen.items()}
-        self._infos = rest.infos() | {name: s.infos()[stored] for name, (s, stored) in self._from.items()}
-
-    def infos(self) -> dict[str, TensorInfo]:
-        return self._infos
-
-    def read(self, name: str) -> torch.Tensor:
-        source, stored = self._from.get(name, (self._rest, name))
-        return source.get(stored)
-
-    def rows(self, name: str) -> torch.Tensor | LazyRows:
-        source, stored = self._from.get(name, (self._rest, name))
-        return source.rows(stored)
+SLACK = 1e-6  # share of the budget that is left, since the solver may overstep by 1e-7 of it
 
 
 def choose(losses: torch.Tensor, bits: torch.Tensor, budget: float) -> list[int]:
@@ -70,8 +50,9 @@ def choose(losses: torch.Tensor, bits: torch.Tensor, budget: float) -> list[int]
         bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(one_each, 1, 1),
-            LinearConstraint(bits.double().flatten().numpy() / unit, ub=budget / unit),
+            LinearConstraint(bits.double().flatten().numpy() / unit, ub=budget / unit * (1 - SLACK)),
         ],
+        options={"mip_rel_gap": 0},
     )
     if found.x is None:
         raise YardstickError(f"mix: nothing was found: {found.message}")
@@ -146,8 +127,10 @@ class MixRun:
     def held_out(self, chosen: list[int], teacher: torch.Tensor) -> float:
         """Mean KL, on the sequences held out, of the model with option `chosen[i]` for matrix i."""
         sources = list(self.options.values())
-        chosen_sources = {name: sources[option] for name, option in zip(self.names, chosen, strict=True)}
-        model = Choice(chosen_sources, sources[0], self.config)
+        replaced = {name: (sources[option], name) for name, option in zip(self.names, chosen, strict=True)}
+        head = sources[chosen[-1]]
+        replaced[HEAD] = (head, head_name(head, self.config))
+        model = ReplacedSource(sources[0], replaced)
         states = final_hidden_states(model, self.config, self.held_ids, torch.float32, TOGETHER)
         heads = head_rows(self.source, self.config), model.rows(HEAD)
         return float(

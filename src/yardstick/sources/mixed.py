@@ -24,7 +24,33 @@ HEAD = "lm_head.weight"
 SAME_GAIN, SAME_GAIN_NEAR_ZERO = 2.0**-8, 2.0**-20
 
 
-class MixedSource(TensorSource):
+class ReplacedSource(TensorSource):
+    """A checkpoint of which some tensors are those of others: `replaced` gives their source and their name there."""
+
+    def __init__(self, whole: TensorSource, replaced: dict[str, tuple[TensorSource, str]]) -> None:
+        super().__init__(whole.path)
+        self._whole, self._from, self._infos = whole, replaced, dict(whole.infos())
+        for name, (source, stored) in replaced.items():
+            if stored not in source.infos():
+                raise YardstickError(f"{source.path}: tensor {stored} is missing")
+            self._infos[name] = source.infos()[stored]
+
+    def infos(self) -> dict[str, TensorInfo]:
+        return self._infos
+
+    def ignored(self) -> dict[str, str]:
+        return self._whole.ignored()
+
+    def read(self, name: str) -> torch.Tensor:
+        source, stored = self._from.get(name, (self._whole, name))
+        return source.get(stored)
+
+    def rows(self, name: str) -> torch.Tensor | LazyRows:
+        source, stored = self._from.get(name, (self._whole, name))
+        return source.rows(stored)
+
+
+class MixedSource(ReplacedSource):
     """The candidate's tensors, but the original's for matrices that `keep_bf16` finds, and the output head of `head`.
 
     `keep_bf16` is a regular expression that is searched in the names of the measured matrices: those of all layers, and
@@ -45,8 +71,6 @@ class MixedSource(TensorSource):
         keep_bf16: str | None = None,
         head: TensorSource | None = None,
     ) -> None:
-        super().__init__(candidate.path)
-        self._candidate = candidate
         kept = kept_matrices(config, keep_bf16) if keep_bf16 else []
         if head and HEAD in kept:
             raise YardstickError(
@@ -56,29 +80,11 @@ class MixedSource(TensorSource):
             require_same_norms(candidate, original, norm_names(config))
         elif kept or head:  # all matrices behind the other norms are the candidate's own
             require_same_norms(candidate, original, [config.final_norm_name])
-        self._from = {name: (original, head_name(original, config) if name == HEAD else name) for name in kept}
+        replaced = {name: (original, head_name(original, config) if name == HEAD else name) for name in kept}
         if head:
             require_same_norms(head, original, [config.final_norm_name])
-            self._from[HEAD] = (head, head_name(head, config))
-        self._infos = dict(candidate.infos())
-        for name, (source, stored) in self._from.items():
-            if stored not in source.infos():
-                raise YardstickError(f"{source.path}: tensor {stored} is missing")
-            self._infos[name] = source.infos()[stored]
-
-    def infos(self) -> dict[str, TensorInfo]:
-        return self._infos
-
-    def ignored(self) -> dict[str, str]:
-        return self._candidate.ignored()
-
-    def read(self, name: str) -> torch.Tensor:
-        source, stored = self._from.get(name, (self._candidate, name))
-        return source.get(stored)
-
-    def rows(self, name: str) -> torch.Tensor | LazyRows:
-        source, stored = self._from.get(name, (self._candidate, name))
-        return source.rows(stored)
+            replaced[HEAD] = (head, head_name(head, config))
+        super().__init__(candidate, replaced)
 
 
 def kept_matrices(config: ModelConfig, pattern: str) -> list[str]:
