@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,14 @@ RECIPES = {
         "transform": {"awq": {"steps": 3}, "rotate": {"seed": 0, "heads": True}},
     },
     "awq": {"method": "awq", "steps": 3, "clip": True},
+    "refined": {
+        "method": "gptq-refined",
+        "damping": 0.03,
+        "rounds": 1,
+        "drift": True,
+        "residual": True,
+        "transform": {"rotate": {"seed": 2, "heads": False}},
+    },
 }
 
 
@@ -288,12 +297,13 @@ def experiment(tmp_path_factory):
     return folder
 
 
-def quantize(experiment: Path, name: str, output: Path) -> Path:
-    recipe = {"group_size": 32, "keep_bf16": None} | RECIPES[name]
+def quantize(experiment: Path, name: str | dict, output: Path, starts: Sequence[Path] = ()) -> Path:
+    recipe = {"group_size": 32, "keep_bf16": None} | (RECIPES[name] if isinstance(name, str) else name)
     command = [sys.executable, "-m", "yardstick.cli.quantize", "--recipe", json.dumps(recipe)]
     command += ["--model", str(experiment / "manifest.json"), "--output", str(output / INDEX)]
     command += ["--record", str(output / "quantize.json")]
     command += ["--calibration", str(experiment / "calib.npz")] if needs_text(recipe) else []
+    command += [word for start in starts for word in ("--start", str(start / INDEX))]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return output
@@ -325,6 +335,25 @@ def test_a_checkpoint_has_all_that_it_needs_and_a_stopped_run_ends_in_the_same_b
     (tmp_path / "again" / first).write_bytes((folder / first).read_bytes())
     assert digests(quantize(experiment, name, tmp_path / "again")) == digests(folder)
     assert read_json(folder / "config.json")["tie_word_embeddings"] is False
+
+
+def test_rotated_variants_are_mixed(experiment, tmp_path):
+    """Through the command: the losses of single matrices are those in the rotated original."""
+    fine = quantize(experiment, RECIPES["rotated"] | {"group_size": 16}, tmp_path / "fine")
+    coarse = quantize(experiment, "rotated", tmp_path / "coarse")
+    recipe = {"method": "mix", "of": ["coarse", "fine"], "bits": 5.5, "positions": 96, "held_out": 0.25}
+    recipe["transform"] = RECIPES["rotated"]["transform"]
+    folder = quantize(experiment, recipe, tmp_path / "mixed", [coarse, fine])
+    facts, mixed = read_json(folder / "quantize.json")["mix"], PackedSource(folder)
+    assert set(facts["tried"]) == {"mix", "coarse"} and facts["tried"]["mix"]["bits"] <= 5.5
+    assert {entry["variant"] for entry in facts["matrices"].values()} == {"coarse", "fine"}
+    assert all(0 < loss < 1 for entry in facts["matrices"].values() for loss in entry["losses"].values())
+    original = open_folder(experiment / "model")
+    audit_source(mixed, untied(original.config).tensors())
+    assert read_json(folder / "config.json")["tie_word_embeddings"] is False
+    expected = logits(original.source, original.config)
+    errors = [close(logits(PackedSource(path), untied(original.config)), expected) for path in (fine, folder, coarse)]
+    assert errors[0] < errors[1] < errors[2]
 
 
 def test_a_stopped_search_goes_on(experiment, tmp_path):
