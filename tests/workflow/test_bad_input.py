@@ -46,7 +46,7 @@ def test_unknown_key_and_unknown_variant(tree):
     tree.config["variants"]["rtn-g32"]["groups"] = 3
     tree.write_config()
     line = message(tree.run())
-    known = "method, group_size, mse, keep_bf16, transform"
+    known = "method, group_size, terms, mse, keep_bf16, transform"
     assert line == f"yardstick: config.variants.rtn-g32: unknown key 'groups' (known: {known})"
 
 

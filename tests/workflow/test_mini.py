@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.workflow.conftest import make_tree
+from yardstick.files import sha256_file
 
 OURS = {"rtn-g32", "gptq-g32", "noise-hf", "noise-arithmetic", "noise-decode"}
 ALL = OURS | {"gguf-q8_0", "gguf-iq4_xs"}
@@ -210,13 +211,22 @@ def test_a_distilled_variant_begins_with_anothers_checkpoint(tree):
     folder = tree.folder / "results/quality/tiny/kd"
     record = json.loads((folder / "quantize.json").read_text())
     curve = record["distillation"]["curve"]
-    assert [point["step"] for point in curve] == [0, 2, 4] and len(record["inputs"]["start"]) == 64
+    assert [point["step"] for point in curve] == [0, 2, 4]
+    assert record["inputs"]["starts"] == [sha256_file(tree.folder / INDEX.replace("gptq-g32", "rtn-g32"))]
     assert min(point["held_out"] for point in curve) < curve[0]["held_out"]
     assert summary(tree, "kd")["schemes"] == summary(tree, "rtn-g32")["schemes"]
     assert summary(tree, "kd")["kl"]["mean"] < summary(tree, "rtn-g32")["kl"]["mean"]
     assert not {"teacher.safetensors", "training.safetensors"} & {
         path.name for path in (folder / "checkpoint").iterdir()
     }
+    # and a mix of several, of which one has two terms
+    tree.config["variants"]["fine"] = {"method": "rtn", "group_size": 32, "terms": 2}
+    tree.config["variants"]["mixed"] = {"method": "mix", "of": ["kd", "fine"], "bits": 7, "positions": 128}
+    tree.write_config()
+    tree.must_run("results/quality/tiny/mixed/summary.json")
+    mixed = summary(tree, "mixed")
+    assert set(mixed["schemes"]) >= {"int4-g32", "2xint4-g32"} and 5 < mixed["bits_per_weight"]["all"] <= 7
+    assert mixed["kl"]["mean"] < summary(tree, "kd")["kl"]["mean"]
     tree.config["variants"]["rtn-g32"]["mse"] = True
     tree.write_config()
     assert "Quantizing tiny as kd" in tree.planned()
