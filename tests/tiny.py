@@ -8,6 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3_5TextConfig, Qwen3Config
 
 from yardstick.corpora.arithmetic import word_problems
+from yardstick.models.folder import Original
+from yardstick.quantize import run_rtn
+from yardstick.quantize.checkpoint import INDEX, PackedWriter
 
 VOCABULARY = 512
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_5": Qwen3_5TextConfig}
@@ -67,3 +70,13 @@ def tiny_tokenizer() -> Tokenizer:
     tokenizer.train_from_iterator((p.text for p in word_problems(400, seed=9)), trainer)
     assert tokenizer.get_vocab_size() == VOCABULARY
     return tokenizer
+
+
+@torch.no_grad()
+def write_rtn_checkpoint(original: Original, folder: Path, group_size: int, keep_bf16=None, terms: int = 1) -> Path:
+    """A packed checkpoint, rounded to nearest; returns its index."""
+    recipe = {"group_size": group_size, "mse": False, "keep_bf16": keep_bf16, "terms": terms}
+    writer = PackedWriter(folder, "d")
+    shards = run_rtn.quantize_model(original.source, original.config, recipe, writer, None)
+    writer.finish(shards, recipe, original.folder)
+    return folder / INDEX

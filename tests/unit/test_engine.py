@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import write_tiny_model
+from tests.tiny import write_rtn_checkpoint, write_tiny_model
 from tests.unit.test_kernels import packed
 from yardstick.engine.choose import Entry, choose
 from yardstick.engine.linear import QuantLinear, explain
@@ -22,8 +22,7 @@ from yardstick.models.config import read_config
 from yardstick.models.folder import open_folder
 from yardstick.models.generate import Model, Text, generate, greedy
 from yardstick.models.prefill import final_hidden_states, pick_device
-from yardstick.quantize.checkpoint import INDEX, PackedWriter
-from yardstick.quantize.run_rtn import quantize_model as write_rtn
+from yardstick.quantize.checkpoint import INDEX
 from yardstick.sources import open_source
 from yardstick.sources.packed import PackedSource
 
@@ -123,10 +122,7 @@ def checkpoint(request, tmp_path_factory):
     family, tied, layers = request.param
     folder = tmp_path_factory.mktemp("engine")
     original = open_folder(write_tiny_model(folder / "model", family, tied, layers=layers))
-    recipe = {"group_size": 32, "mse": False, "keep_bf16": None}
-    writer = PackedWriter(folder / "rtn", "d")
-    with torch.no_grad():
-        writer.finish(write_rtn(original.source, original.config, recipe, writer, None), recipe, original.folder)
+    write_rtn_checkpoint(original, folder / "rtn", 32)
     return original, open_source(f"packed:{folder / 'rtn'}", original.config, original.source)
 
 
@@ -213,9 +209,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_and_changes_nothing(che
 def test_all_tensors_are_the_checkpoints(tmp_path):
     """Norms, embedding, biases and a head that stays in bf16 and was tied until now."""
     original = open_folder(write_tiny_model(tmp_path / "model", "qwen2", True, layers=2))
-    recipe = {"group_size": 32, "mse": False, "keep_bf16": "lm_head|q_proj"}
-    writer = PackedWriter(tmp_path / "rtn", "d")
-    writer.finish(write_rtn(original.source, original.config, recipe, writer, None), recipe, original.folder)
+    write_rtn_checkpoint(original, tmp_path / "rtn", 32, keep_bf16="lm_head|q_proj")
     path = next((tmp_path / "rtn").glob("rest*.safetensors"))
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(1)

@@ -5,22 +5,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import write_tiny_model
+from tests.tiny import write_rtn_checkpoint, write_tiny_model
 from yardstick.engine.model import load_packed
 from yardstick.errors import YardstickError
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states, head_rows
-from yardstick.quantize import run_mix, run_rtn
-from yardstick.quantize.checkpoint import INDEX, PackedWriter
+from yardstick.quantize import run_mix
+from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.run_mix import choose
 from yardstick.sources.packed import PackedSource
 
 HEAD = "lm_head.weight"
 COARSE, FINE, KEPT = "rtn-g64", "rtn-g16", "head-bf16"
 RECIPES = {
-    COARSE: {"group_size": 64, "mse": False, "keep_bf16": None},
-    FINE: {"group_size": 16, "mse": False, "keep_bf16": None},
-    KEPT: {"group_size": 64, "mse": False, "keep_bf16": "lm_head"},
+    COARSE: {"group_size": 64},
+    FINE: {"group_size": 16},
+    KEPT: {"group_size": 64, "keep_bf16": "lm_head"},
 }
 
 
@@ -38,13 +38,7 @@ def begun(tmp_path_factory):
     original = open_folder(write_tiny_model(folder / "model", "llama", tied=True, num_key_value_heads=3))
     draw = np.random.default_rng(0)
     np.savez(folder / "calib.npz", a=draw.integers(0, 512, (12, 32)), b=draw.integers(0, 512, (8, 32)))
-    starts = {}
-    for name, recipe in RECIPES.items():
-        writer = PackedWriter(folder / name, name)
-        writer.finish(
-            run_rtn.quantize_model(original.source, original.config, recipe, writer, None), recipe, original.folder
-        )
-        starts[name] = folder / name / INDEX
+    starts = {name: write_rtn_checkpoint(original, folder / name, **recipe) for name, recipe in RECIPES.items()}
     return original, folder / "calib.npz", starts
 
 

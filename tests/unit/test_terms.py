@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny import write_tiny_model
+from tests.tiny import write_rtn_checkpoint, write_tiny_model
 from yardstick.engine.linear import QuantLinear, explain
 from yardstick.engine.model import can_be_joined, engine_shapes, load_layer, load_packed, open_model
 from yardstick.engine.weight import PackedWeight
@@ -16,7 +16,7 @@ from yardstick.errors import YardstickError
 from yardstick.models.folder import open_folder
 from yardstick.models.prefill import final_hidden_states, head_rows
 from yardstick.plan.sizes import variant_bits
-from yardstick.quantize import run_distill, run_mix, run_rtn
+from yardstick.quantize import run_distill, run_mix
 from yardstick.quantize.checkpoint import INDEX, PackedWriter
 from yardstick.quantize.distill import Matrix
 from yardstick.quantize.grid import Grid, round_in_terms, round_to_nearest
@@ -40,12 +40,8 @@ def begun(tmp_path_factory):
     folder = tmp_path_factory.mktemp("terms")
     original = open_folder(write_tiny_model(folder / "model", "llama", tied=True, num_key_value_heads=3))
     np.savez(folder / "calib.npz", a=np.random.default_rng(0).integers(0, 512, (12, 32)))
-    for terms in (1, 2):
-        recipe = {"method": "rtn", "group_size": 64, "mse": False, "keep_bf16": None, "terms": terms}
-        writer = PackedWriter(folder / str(terms), str(terms))
-        shards = run_rtn.quantize_model(original.source, original.config, recipe, writer, None)
-        writer.finish(shards, recipe, original.folder)
-    return original, folder / "calib.npz", folder / "1" / INDEX, folder / "2" / INDEX
+    one, two = (write_rtn_checkpoint(original, folder / str(terms), 64, terms=terms) for terms in (1, 2))
+    return original, folder / "calib.npz", one, two
 
 
 def test_the_second_term_rounds_what_the_first_leaves():

@@ -11,8 +11,8 @@ from yardstick.files import canonical_json, read_json, sha256_file, sha256_text,
 from yardstick.models.config import load_config
 from yardstick.models.prefill import expected_tensors
 from yardstick.provenance import code_digest, package_versions
-from yardstick.quantize.checkpoint import INDEX, PackedWriter
-from yardstick.quantize.repack import check_read_back, repack_model, shards_of
+from yardstick.quantize.checkpoint import INDEX, PackedWriter, shards_of
+from yardstick.quantize.repack import check_read_back, repack_model
 from yardstick.report.markdown import table
 from yardstick.sources import KINDS, TensorSource, audit_source, open_source
 from yardstick.sources.hf import HuggingFaceSource

@@ -6,11 +6,10 @@ from yardstick.cli.common import parser, run_step
 from yardstick.errors import YardstickError
 from yardstick.evaluate.candidate import open_candidate
 from yardstick.evaluate.probe import ProbedMatrix, probe_matrices, summarize_probe
-from yardstick.evaluate.probe_inputs import HEAD
 from yardstick.files import canonical_json, read_json, sha256_file, sha256_text, write_json
 from yardstick.manifest import checked_files
 from yardstick.models.folder import open_original
-from yardstick.models.prefill import exact_arithmetic, expected_tensors, head_name, pick_device
+from yardstick.models.prefill import exact_arithmetic, expected_tensors, pick_device, stored_name
 from yardstick.progress import progress
 from yardstick.provenance import code_digest, machine, package_versions
 from yardstick.sources import KINDS, TensorInfo, audit_source
@@ -29,7 +28,7 @@ def main(arguments) -> None:
     stage_of = {name: stage for stage, names in probe["stages"].items() for name in names}
     reader = SafetensorsReader({folder / name: [] for name in files})
     matrices, infos = [], source.infos()
-    weights = sum(infos[head_name(source, config) if name == HEAD else name].numel for name in stage_of)
+    weights = sum(infos[stored_name(name, source, config)].numel for name in stage_of)
     with progress(f"probe {arguments.name}", weights, unit="weight") as done:
         for matrix in probe_matrices(
             source, original.source, config, stage_of, lambda name: reader.tensor(stage_of[name])

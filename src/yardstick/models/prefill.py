@@ -130,6 +130,11 @@ def head_name(source: TensorSource, config: ModelConfig) -> str:
     return "lm_head.weight" if "lm_head.weight" in source.infos() else config.head_name
 
 
+def stored_name(name: str, source: TensorSource, config: ModelConfig) -> str:
+    """Name under which a candidate holds a measured matrix: its own, but for a tied head."""
+    return head_name(source, config) if name == "lm_head.weight" else name
+
+
 def head_rows(source: TensorSource, config: ModelConfig) -> torch.Tensor | LazyRows:
     """The candidate's output head [vocab, hidden] as its format defines it, read by rows where the format can."""
     return source.rows(head_name(source, config))

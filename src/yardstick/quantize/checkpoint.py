@@ -16,7 +16,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from yardstick.files import atomic_path, one_key_metadata, read_json, sha256_file, write_json
+from yardstick.models.config import ModelConfig
+from yardstick.models.prefill import expected_tensors
 from yardstick.quantize.pack import pack_nibbles
+from yardstick.sources.base import TensorSource
 from yardstick.sources.packed import CODES, MINIMA, SCALES
 
 INDEX = "model.safetensors.index.json"
@@ -132,6 +135,18 @@ class PackedWriter:
 
     def _path(self, shard: str) -> Path:
         return self.folder / f"{shard}.safetensors"
+
+
+def shards_of(config: ModelConfig, source: TensorSource) -> dict[str, list[str]]:
+    """Shards of a checkpoint that holds what `source` does, and the tensors of each: one a layer, and the rest."""
+    waiting = dict.fromkeys(expected_tensors(config, source))
+    shards = {}
+    for layer in range(config.num_layers):
+        names = [config.layer_name(layer, name) for name in config.layer_tensors(layer)]
+        shards[f"layer-{layer:05d}"] = names
+        for name in names:
+            del waiting[name]
+    return shards | {"rest": list(waiting)}
 
 
 def untie(raw: dict) -> None:

@@ -12,8 +12,6 @@ import math
 import torch
 
 from yardstick.errors import YardstickError
-from yardstick.models.config import ModelConfig
-from yardstick.models.prefill import expected_tensors
 from yardstick.progress import progress
 from yardstick.quantize.checkpoint import PackedWriter
 from yardstick.quantize.pack import dequantize
@@ -23,18 +21,6 @@ from yardstick.sources.integers import Integers
 
 BLOCK = 1 << 17  # weights compared at a time
 TOLERANCE = 1e-6  # of an error that is computed twice
-
-
-def shards_of(config: ModelConfig, source: TensorSource) -> dict[str, list[str]]:
-    """Shards of the new checkpoint and the tensors of each: one a layer, and the rest."""
-    waiting = dict.fromkeys(expected_tensors(config, source))
-    shards = {}
-    for layer in range(config.num_layers):
-        names = [config.layer_name(layer, name) for name in config.layer_tensors(layer)]
-        shards[f"layer-{layer:05d}"] = names
-        for name in names:
-            del waiting[name]
-    return shards | {"rest": list(waiting)}
 
 
 def repack_model(source: TensorSource, shards: dict[str, list[str]], writer: PackedWriter, exact: bool) -> None:

@@ -18,7 +18,7 @@ from yardstick.models.layers import run_block
 from yardstick.models.parts import norm, rotary_table
 from yardstick.models.prefill import embed, final_hidden_states, head_name, head_rows, pick_device
 from yardstick.progress import progress
-from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.checkpoint import PackedWriter, shards_of
 from yardstick.quantize.distill import Adam, Matrix, kl_divergence, rate_share
 from yardstick.quantize.held_out import split_sequences
 from yardstick.quantize.pack import unpack_nibbles
@@ -226,27 +226,22 @@ def quantize_model(
     Raises:
         YardstickError: no sequence can be held out, or the loss is not a number.
     """
-    shards = [*(f"layer-{i:05d}" for i in range(config.num_layers)), "rest"]
-    if all(writer.has_shard(shard) for shard in shards):
-        return shards
     started = PackedSource(starts[0].parent)
+    shards = shards_of(config, started)
+    if all(writer.has_shard(shard) for shard in shards):
+        return list(shards)
     run = train(source, config, recipe, writer, calibration, started)
     writer.facts["distillation"] = {"curve": run.curve}
-    names = {shard: [] for shard in shards}
-    for layer, shard in enumerate(shards[:-1]):
-        names[shard] = [config.layer_name(layer, name) for name in config.layer_tensors(layer)]
-    layers = {name for shard in shards for name in names[shard]}
-    names["rest"] = [name for name in started.infos() if name not in layers]
     best = run.student.parts(run.best)
-    for shard in shards:
-        for name in names[shard]:
+    for shard, names in shards.items():
+        for name in names:
             if name in best:
                 *parts, terms = best[name]
                 writer.add_quantized(name, *parts, terms=terms)
             else:
                 writer.add_plain(name, started.get(name))
         writer.finish_shard(shard)
-    return shards
+    return list(shards)
 
 
 def train(

@@ -18,14 +18,13 @@ from yardstick.errors import YardstickError
 from yardstick.evaluate.attribution import branch_states, compare_branches, find_modules, make_branches
 from yardstick.evaluate.divergence import compare
 from yardstick.models.config import ModelConfig
-from yardstick.models.prefill import final_hidden_states, head_name, head_rows
+from yardstick.models.prefill import final_hidden_states, head_rows, stored_name
 from yardstick.progress import progress
-from yardstick.quantize.checkpoint import PackedWriter
+from yardstick.quantize.checkpoint import PackedWriter, shards_of
 from yardstick.quantize.held_out import split_sequences
-from yardstick.quantize.pack import unpack_nibbles
-from yardstick.sources.base import TensorSource
+from yardstick.sources.base import TensorInfo, TensorSource
 from yardstick.sources.mixed import HEAD, ReplacedSource
-from yardstick.sources.packed import PackedSource
+from yardstick.sources.packed import CODES, MINIMA, SCALES, PackedSource
 
 STRETCH = 128  # tokens of a piece of text on which single matrices are measured
 TOGETHER = 2  # sequences that share a product
@@ -113,24 +112,27 @@ class MixRun:
 
     def bits(self) -> torch.Tensor:
         """Stored bits of every matrix of every variant, int64 [matrices, options]."""
-        rows = []
-        for name in self.names:
-            stored = [head_name(s, self.config) if name == HEAD else name for s in self.options.values()]
-            rows.append([s.infos()[n].bits for s, n in zip(self.options.values(), stored, strict=True)])
-        return torch.tensor(rows)
+        sources = self.options.values()
+        return torch.tensor([[self.info(name, source).bits for source in sources] for name in self.names])
 
     def weights(self) -> int:
         """Weights of all matrices."""
-        infos = self.source.infos()
-        return sum(infos[head_name(self.source, self.config) if n == HEAD else n].numel for n in self.names)
+        return sum(self.info(name, self.source).numel for name in self.names)
+
+    def info(self, name: str, source: TensorSource) -> TensorInfo:
+        """How a source stores a matrix."""
+        return source.infos()[stored_name(name, source, self.config)]
+
+    def model(self, chosen: list[int]) -> ReplacedSource:
+        """The model with option `chosen[i]` for matrix i; whatever is no matrix comes from the first option."""
+        sources = list(self.options.values())
+        matrices = {name: sources[option] for name, option in zip(self.names, chosen, strict=True)}
+        replaced = {name: (source, stored_name(name, source, self.config)) for name, source in matrices.items()}
+        return ReplacedSource(sources[0], replaced)
 
     def held_out(self, chosen: list[int], teacher: torch.Tensor) -> float:
-        """Mean KL, on the sequences held out, of the model with option `chosen[i]` for matrix i."""
-        sources = list(self.options.values())
-        replaced = {name: (sources[option], name) for name, option in zip(self.names, chosen, strict=True)}
-        head = sources[chosen[-1]]
-        replaced[HEAD] = (head, head_name(head, self.config))
-        model = ReplacedSource(sources[0], replaced)
+        """Mean KL of such a model on the sequences held out."""
+        model = self.model(chosen)
         states = final_hidden_states(model, self.config, self.held_ids, torch.float32, TOGETHER)
         heads = head_rows(self.source, self.config), model.rows(HEAD)
         return float(
@@ -158,24 +160,19 @@ def quantize_model(
     Raises:
         YardstickError: the budget is too small, no sequence can be held out, or the variants cannot be mixed.
     """
-    shards = {
-        f"layer-{i:05d}": [config.layer_name(i, n) for n in config.layer_tensors(i)] for i in range(config.num_layers)
-    }
-    shards["rest"] = [config.embedding_name, config.final_norm_name, HEAD]
+    run = MixRun(recipe, source, config, starts, calibration)
+    sources = list(run.options.values())
+    shards = shards_of(config, run.model([0] * len(run.names)))
     if all(writer.has_shard(shard) for shard in shards):
         return list(shards)
-    run = MixRun(recipe, source, config, starts, calibration)
-    chosen = allocate(run, writer)
-    sources = list(run.options.values())
-    option_of = dict(zip(run.names, chosen, strict=True))
+    option_of = dict(zip(run.names, allocate(run, writer), strict=True))
     for shard, names in shards.items():
         for name in names:
             candidate = sources[option_of.get(name, 0)]
             if name in candidate.schemes:
-                packed = candidate.packed(name)
-                codes = unpack_nibbles(packed.codes, packed.in_features)
-                parts = (codes, packed.scales, packed.minima, packed.group_size)
-                writer.add_quantized(name, *parts, terms=packed.terms)
+                stored = candidate.packed(name)
+                parts = {CODES: stored.codes, SCALES: stored.scales, MINIMA: stored.minima}
+                writer.add_encoded(name, parts, candidate.schemes[name])
             elif name in candidate.infos():  # a tied head that stays bf16 is not stored
                 writer.add_plain(name, candidate.get(name))
         writer.finish_shard(shard)

@@ -15,7 +15,7 @@ import torch
 
 from yardstick.errors import YardstickError
 from yardstick.models.config import ModelConfig
-from yardstick.models.prefill import head_name
+from yardstick.models.prefill import head_name, stored_name
 from yardstick.sources.base import LazyRows, TensorInfo, TensorSource
 from yardstick.sources.kinds import compiled
 
@@ -80,7 +80,7 @@ class MixedSource(ReplacedSource):
             require_same_norms(candidate, original, norm_names(config))
         elif kept or head:  # all matrices behind the other norms are the candidate's own
             require_same_norms(candidate, original, [config.final_norm_name])
-        replaced = {name: (original, head_name(original, config) if name == HEAD else name) for name in kept}
+        replaced = {name: (original, stored_name(name, original, config)) for name in kept}
         if head:
             require_same_norms(head, original, [config.final_norm_name])
             replaced[HEAD] = (head, head_name(head, config))
