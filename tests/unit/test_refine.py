@@ -14,7 +14,7 @@ from yardstick.quantize.gptq import gptq, output_error
 from yardstick.quantize.grid import Grid, find_range, nearest_codes, static_ranges
 from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import dequantize
-from yardstick.quantize.refine import DAMPINGS, Rows, choose_damping, damped, fit, price, refine, search_ranges
+from yardstick.quantize.refine import Rows, damped, price, refine, search_ranges
 from yardstick.quantize.run_refined import quantize_model
 
 
@@ -237,23 +237,6 @@ def test_nothing_is_corrected_where_nothing_is_missing_or_halves_disagree():
     for drift in (same, opposed):
         target, strength = drift.target(weights, "w")
         assert strength == 0 and torch.equal(target, weights)
-
-
-@pytest.mark.parametrize("tokens", [70, 5000])
-def test_damping_is_the_one_that_holds_in_the_other_half(tokens):
-    """With few tokens a Hessian is mostly noise, and much damping is better; with many it is known, and little is."""
-    torch.manual_seed(2)
-    features, weights, grid = 64, torch.randn(20, 64), Grid(32)
-    mixing = torch.randn(features, features) * torch.logspace(0, -1.5, features) if tokens > 70 else torch.eye(features)
-    inputs = torch.randn(2, tokens, features) @ mixing
-    halves = [half.T @ half / tokens for half in inputs]
-    errors = {}
-    for damping in DAMPINGS:
-        found = fit(weights, halves[0], grid, damping, 0, "w")
-        outputs = (weights - dequantize(found.codes, found.scales, found.minima, 32)) @ inputs[1].T
-        errors[damping] = float(outputs.square().sum())
-    assert choose_damping(weights, *halves, grid, "w") == min(errors, key=errors.get)
-    assert (errors[0.3] < errors[0.03]) == (tokens == 70)
 
 
 LENGTH = 24

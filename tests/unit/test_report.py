@@ -14,7 +14,7 @@ from yardstick.report.markdown import fidelity_table, figure, not_measured_line
 from yardstick.report.plots import plot_kl_against_bits, plot_kl_tail
 from yardstick.report.probe import probe_sections
 from yardstick.report.recorded import recorded_section
-from yardstick.report.results import load_results, verdict
+from yardstick.report.results import best_line, load_results, verdict
 
 RECIPE = {"models": {"m": ["good", "bad", "rival", "noise-hf"]}, "baseline": "good", "bar": "rival", "seed": 0}
 
@@ -209,6 +209,21 @@ def test_recorded_figures_of_another_form_are_refused(results, tmp_path, candida
     path.write_text(json.dumps({"origin": "x", "candidates": candidates}))
     with pytest.raises(YardstickError, match=message):
         recorded_section(load_results(results, "m", RECIPE), path)
+
+
+def test_the_best_row_in_our_packing_is_named_beside_the_baseline(results):
+    loaded = load_results(results, "m", RECIPE | {"baseline": "rival", "bar": "good"})
+    assert best_line(loaded) == []  # rows of a format that is not ours
+    for name in ("good", "rival"):
+        loaded.row(name).summary["recipe"]["evaluate"]["source"] = "packed"
+    text = "In our packing, at no more bits than `rival`, the most faithful row is `good`: mean KL 0.023, 0.40 times"
+    assert best_line(loaded) == [f"{text} the baseline's.\n"]
+    loaded.bar = "noise-hf"
+    loaded.row("noise-hf").summary["kl"]["mean"] = 0.01
+    assert best_line(loaded) == [f"{text} the baseline's and 2.30 times the bar's.\n"]
+    loaded.row("good").summary["bits_per_weight"]["all"] = 4.3
+    assert best_line(loaded) == []
+    assert best_line(load_results(results, "m", RECIPE | {"baseline": "bad"})) == []
 
 
 def test_a_bar_that_is_not_made_for_the_model_is_said(results):

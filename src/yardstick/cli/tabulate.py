@@ -7,7 +7,7 @@ from yardstick.experiment import NOISE_FLOORS
 from yardstick.files import write_text
 from yardstick.report.markdown import fidelity_table, not_measured_line, reference_line
 from yardstick.report.recorded import recorded_section
-from yardstick.report.results import load_results, verdict
+from yardstick.report.results import best_line, load_results, verdict
 
 INTRODUCTION = """# Fidelity of quantized checkpoints
 
@@ -26,7 +26,7 @@ def main(arguments) -> None:
         floors = "; ".join(f"*{name}* is {text}" for name, text in NOISE_FLOORS.items())
         sections += [f"## {model}\n", reference_line(results) + "\n", fidelity_table(results) + "\n"]
         sections += not_measured_line(results)
-        sections += [verdict(results) + "\n", f"Noise floors: {floors}.\n"]
+        sections += [verdict(results) + "\n", *best_line(results), f"Noise floors: {floors}.\n"]
         if model in recipe["recorded"]:
             sections += recorded_section(results, Path(recipe["recorded"][model]))
     write_text(arguments.output, "\n".join(sections))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from yardstick.quantize.gptq import gptq, output_error
+from yardstick.quantize.gptq import gptq
 from yardstick.quantize.grid import SMALLEST_NORMAL, Grid, nearest_codes, safe_divisor
 from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import LEVELS, dequantize, group_count
@@ -19,7 +19,6 @@ MOVES = (1 / 20, 1 / 40, 1 / 80)  # of an end of the best range, as shares of th
 RIDGE = 1e-6  # share of its own diagonal that is added to a row's normal equations
 ROWS_AT_ONCE, REFINED_ROWS = 1024, 4096
 BLOCK_COLUMNS = 128
-DAMPINGS, JUDGED_ROWS = (0.03, 0.1, 0.3), 128
 
 
 @dataclass
@@ -43,21 +42,6 @@ def fit(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, damping: float
     codes = gptq(weights, hessian, grid, True, damping, what, (scales, minima)).codes
     refined = refine(weights, codes, scales, minima, damped(hessian, damping), grid.group_size, rounds)
     return Fitted(*refined, damping)
-
-
-def choose_damping(weights: torch.Tensor, hessian: torch.Tensor, other: torch.Tensor, grid: Grid, what: str) -> float:
-    """The damping with which some rows, quantized under `hessian`, err least under the Hessian of other text.
-
-    GPTQ fits the calibration text. Little damping gives the least error there, and a larger one on other text, the
-    more so the more inputs a matrix has for the tokens of its Hessian.
-    """
-    some = weights[:: -(-len(weights) // JUDGED_ROWS)]
-
-    def error(damping: float) -> float:
-        found = fit(some, hessian, grid, damping, 0, what)
-        return output_error(some, dequantize(found.codes, found.scales, found.minima, grid.group_size), other)
-
-    return min(DAMPINGS, key=error)
 
 
 def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:

@@ -23,7 +23,7 @@ from yardstick.quantize.drift import Drift
 from yardstick.quantize.gptq import error_report
 from yardstick.quantize.grid import Grid, round_to_nearest
 from yardstick.quantize.pack import dequantize
-from yardstick.quantize.refine import choose_damping, fit
+from yardstick.quantize.refine import fit
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE, GptqRun, batches_of, stored_layer
 from yardstick.sources.base import TensorSource
 
@@ -41,9 +41,6 @@ class RefinedRun(GptqRun):
         size, damping, what = self.grid.group_size, self.recipe["damping"], names[0]
         weights = torch.cat([matrix.float() for matrix in matrices])
         target, strength = drift.target(weights, what)
-        if damping is None:
-            halves = [half.hessian.mean(what) for half in drift.halves]
-            damping = choose_damping(target, *halves, self.grid, what)
         hessian = drift.hessian(what)
         found = fit(target, hessian, self.grid, damping, self.recipe["rounds"], what)
         if found.damping != damping:

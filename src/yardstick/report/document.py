@@ -20,7 +20,7 @@ from yardstick.report.markdown import (
 )
 from yardstick.report.probe import probe_sections
 from yardstick.report.recorded import recorded_section
-from yardstick.report.results import ModelResults, Row, verdict
+from yardstick.report.results import ModelResults, Row, best_line, verdict
 
 METHOD = """## Method
 
@@ -63,7 +63,7 @@ def write_record(models: list[tuple[ModelResults, dict, Path, str | None, dict]]
 
 def model_sections(results: ModelResults, corpora: dict, folder: Path, answers: dict, benchmarks: Path) -> list[str]:
     """All sections of one model."""
-    parts = ["### Verdict\n", verdict(results) + "\n", reference_line(results) + "\n"]
+    parts = ["### Verdict\n", verdict(results) + "\n", *best_line(results), reference_line(results) + "\n"]
     parts += ["### Fidelity\n", fidelity_table(results) + "\n", *not_measured_line(results)]
     plots = f"plots/{results.model}"
     parts += [f"![Mean KL against bits]({plots}/kl-bits.png)\n", f"![Tail of the KL]({plots}/kl-tail.png)\n"]

@@ -142,3 +142,22 @@ def verdict(results: ModelResults) -> str:
     if within:
         return text + "the bar is not met, though within noise."
     return text + "the bar is not met" + (f" ({ours.kl / bar.kl:.2f} times its KL)." if bar.kl > 0 else ".")
+
+
+def best_line(results: ModelResults) -> list[str]:
+    """The most faithful row in our packing at no more bits than the baseline, where that is another one."""
+    baseline = results.row(results.baseline)
+    if baseline.failed or baseline.kl <= 0:
+        return []
+    limit = baseline.summary["bits_per_weight"]["all"]
+    packed = [row for row in results.measured if row.summary["recipe"]["evaluate"].get("source") == "packed"]
+    small = [row for row in packed if row.summary["bits_per_weight"]["all"] <= limit]
+    best = min(small, key=lambda row: row.kl, default=baseline)
+    if best is baseline:
+        return []
+    text = f"In our packing, at no more bits than `{baseline.name}`, the most faithful row is `{best.name}`: mean KL"
+    text += f" {best.kl:.4g}, {best.kl / baseline.kl:.2f} times the baseline's"
+    bar = next((row for row in results.measured if row.name == results.bar), None)
+    if bar and bar not in (best, baseline) and bar.kl > 0:
+        text += f" and {best.kl / bar.kl:.2f} times the bar's"
+    return [text + ".\n"]
