@@ -62,7 +62,7 @@ class Tree:
 
     @property
     def environment(self) -> dict:
-        return os.environ | {"PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1"} | self.extra
+        return os.environ | {"PYTHONPATH": str(self.folder / "src")} | self.extra
 
     def command(self, *arguments: str) -> list[str]:
         return [str(Path(sys.executable).parent / "snakemake"), "-j1", *arguments]
