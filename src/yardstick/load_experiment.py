@@ -132,7 +132,8 @@ def _check_tasks(experiment: Experiment) -> None:
 
 
 def _resolve_starts(experiment: Experiment) -> None:
-    """Give every variant that works on others' checkpoints their packing: group size and what they keep in bf16.
+    """Give every variant that works on others' checkpoints their packing: group size, or what a mix takes at most, and
+    what they keep in bf16.
 
     Raises:
         YardstickError: one of them is no variant, cannot be worked on, or leads back to where it came from.
@@ -148,22 +149,23 @@ def _resolve_start(experiment: Experiment, path: list[str]) -> None:
     key = "of" if "of" in recipe else "start"
     for start in starts_of(recipe):
         if start not in variants:
-            known = ", ".join(variants)
-            raise YardstickError(f"config: variants.{name}.{key}: there is no variant {start} (known: {known})")
+            known = ", ".join(other for other in variants if other != name)
+            wrong = f"{start} is a rival" if start in experiment.rivals else f"there is no variant {start}"
+            raise YardstickError(f"config: variants.{name}.{key}: {wrong} (known: {known})")
         if start in path:
             chain = " -> ".join([*path, start])
             raise YardstickError(f"config: variants.{path[0]}.{key}: leads to itself ({chain})")
         _resolve_start(experiment, [*path, start])
         _require_packed(experiment, start, f"variants.{name}.{key}")
     if "start" in recipe:
-        for inherited in ("group_size", "keep_bf16"):
-            recipe.setdefault(inherited, variants[recipe["start"]][inherited])
+        start = variants[recipe["start"]]
+        recipe |= {key: start[key] for key in ("group_size", "bits", "keep_bf16") if key in start}
     if "of" in recipe:
         _resolve_mix(experiment, name, recipe)
 
 
 def _resolve_mix(experiment: Experiment, name: str, recipe: dict) -> None:
-    """Give a mix the transforms that its variants have in common, and the finest of their group sizes.
+    """Give a mix the transforms that its variants have in common. It has no group size: each matrix has its own.
 
     Raises:
         YardstickError: their matrices belong to different norms.
@@ -177,7 +179,6 @@ def _resolve_mix(experiment: Experiment, name: str, recipe: dict) -> None:
             raise YardstickError(f"{where}: {start} is not rotated as {recipe['of'][0]} is, so they do not mix")
     if "transform" in first:
         recipe["transform"] = first["transform"]
-    recipe["group_size"] = min(experiment.variants[start]["group_size"] for start in recipe["of"])
     recipe["keep_bf16"] = None
 
 

@@ -78,6 +78,11 @@ def test_default_config_is_whole():
             "config: variants.m.of: leads to itself .m -> m",
         ),
         ("variants/kd", {"method": "distill", "start": "rtn-g32", "held_out": 1}, "variants.kd.held_out: 1 is"),
+        (
+            "variants/kd",
+            {"method": "distill", "start": "gguf-q8_0"},
+            "config: variants.kd.start: gguf-q8_0 is a rival \\(known: rtn-g32, .*trellis-4bit\\)$",
+        ),
         ("variants/kd", {"method": "distill", "start": "rtn-g32", "group_size": 32}, "unknown key 'group_size'"),
         ("variants/a b", {"method": "rtn"}, "name 'a b'"),
         ("variants/noise-hf", {"method": "rtn"}, "candidate name noise-hf is reserved"),
@@ -431,7 +436,9 @@ def test_a_mix_takes_over_the_rotation_that_its_variants_share():
     experiment = load_experiment(changed("variants", CONFIG["variants"] | variants))
     mix = experiment.variants["m"]
     assert mix["transform"] == {"rotate": {"seed": 3, "heads": False}}
-    assert mix["group_size"] == experiment.variants["again"]["group_size"] == 32
+    # each matrix has the group size of its variant
+    assert "group_size" not in mix and "group_size" not in experiment.variants["again"]
+    assert mix["bits"] == experiment.variants["again"]["bits"] == 4.75
     assert experiment.variant_of("again")["transform"] == mix["transform"]
     for names, message in (
         (["b", "other"], "of: other is not rotated as b is"),

@@ -260,6 +260,9 @@ def test_a_mix_is_planned():
     plan = ModelPlan(load_experiment(config), "smollm2-135m", RATES)
     steps = {step.name: step for step in plan.steps()}
     assert steps["quantize mixed"].disk == pytest.approx(steps["quantize rtn-g64"].disk, rel=0.01)
+    config["variants"]["kd"] = {"method": "distill", "start": "mixed"}
+    started = {s.name: s for s in ModelPlan(load_experiment(config), "smollm2-135m", RATES).steps()}["quantize kd"]
+    assert started.disk == steps["quantize mixed"].disk and started.memory > 1e9
     config["variants"]["mixed"]["positions"] = 1024
     more = {step.name: step for step in ModelPlan(load_experiment(config), "smollm2-135m", RATES).steps()}
     operations = (more["quantize mixed"].seconds - steps["quantize mixed"].seconds) * 0.65 * 50e12

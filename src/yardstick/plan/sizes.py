@@ -56,9 +56,9 @@ def exported_bits(shape: tuple[int, int], group_size: int) -> int:
 
 
 def variant_bits(config: ModelConfig, recipe: dict, stored=packed_bits) -> dict[str, int]:
-    """Stored bits of each quantized matrix of one of our variants, or of its export; kept ones are bf16. Of a mix, what
-    it may take."""
-    if recipe["method"] == "mix":
+    """Stored bits of each quantized matrix of one of our variants, or of its export; kept ones are bf16. Of a mix, and
+    what starts from one, what it may take."""
+    if "bits" in recipe:
         return {name: int(recipe["bits"] * prod(shape)) for name, shape in matrices(config).items()}
     keep = re.compile(recipe["keep_bf16"]) if recipe["keep_bf16"] else None
     trellis = recipe["method"] == "trellis"

@@ -36,7 +36,7 @@ from yardstick.plan.step import (
     Step,
 )
 from yardstick.plan.tasks import TaskSteps
-from yardstick.quantize.methods import needs_text, search_steps
+from yardstick.quantize.methods import needs_text, search_steps, starts_of
 from yardstick.quantize.run_distill import GRAPH_BYTES, graph_bytes
 from yardstick.quantize.run_gptq import SEQUENCES_AT_ONCE
 from yardstick.quantize.scales import MOST_ROWS
@@ -248,6 +248,11 @@ class ModelPlan(TaskSteps):
             memory += 16 * 4 * config.vocab_size * recipe["group_size"]
         return Step(f"quantize {name}", self.checkpoint(name), reads, size, memory, seconds)
 
+    def finest_group(self, name: str) -> int:
+        """The group size of a variant; of a mix the least that any of its matrices may have."""
+        recipe = self.experiment.variants[name]
+        return recipe.get("group_size") or min(self.finest_group(start) for start in starts_of(recipe))
+
     def distill(self, name: str, recipe: dict) -> Step:
         config, rates = self.config, self.rates
         batch = max(1, recipe["batch_tokens"] // self.calibration_length)
@@ -264,7 +269,7 @@ class ModelPlan(TaskSteps):
         operations = recipe["steps"] * batch * ((3 if whole else 4) * body + 4 * head)
         operations += scores * held * (body + 2 * head) + self.sequences * body
         weights = sum(prod(shape) for shape in matrices(config).values())
-        groups = -(-weights // recipe["group_size"])
+        groups = -(-weights // self.finest_group(name))
         heads = 3 * 4 * config.vocab_size * config.hidden_size
         states = 2 * 4 * self.sequences * self.calibration_length * config.hidden_size
         # codes; scales and minima with gradients, moments, sizes and the best, in fp32

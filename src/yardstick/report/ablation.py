@@ -11,7 +11,8 @@ HEADER = ["step", "bits", "KL mean", "− the step before", "95 % interval", "wh
 COSTS = ["calibration ids", "seconds", "peak MB"]
 TEXT = """Each row is the one above with one thing more. A difference is paired position by position; where its interval
 holds zero the step makes no difference that this text can show. Seconds and memory are of the run that made the
-checkpoint, what it started from not counted; they depend on the machine.
+checkpoint, what it started from not counted; they depend on the machine. Calibration ids are all that a method may look
+at, those that it holds out included. Bits may differ from row to row.
 """
 
 
