@@ -150,16 +150,15 @@ def _resolve_start(experiment: Experiment, path: list[str]) -> None:
     for start in starts_of(recipe):
         if start not in variants:
             known = ", ".join(other for other in variants if other != name)
-            wrong = f"{start} is a rival" if start in experiment.rivals else f"there is no variant {start}"
-            raise YardstickError(f"config: variants.{name}.{key}: {wrong} (known: {known})")
+            raise YardstickError(f"config: variants.{name}.{key}: {_not_a_variant(experiment, start)} (known: {known})")
         if start in path:
             chain = " -> ".join([*path, start])
             raise YardstickError(f"config: variants.{path[0]}.{key}: leads to itself ({chain})")
         _resolve_start(experiment, [*path, start])
         _require_packed(experiment, start, f"variants.{name}.{key}")
     if "start" in recipe:
-        start = variants[recipe["start"]]
-        recipe |= {key: start[key] for key in ("group_size", "bits", "keep_bf16") if key in start}
+        begun = variants[recipe["start"]]
+        recipe |= {packing: begun[packing] for packing in ("group_size", "bits", "keep_bf16") if packing in begun}
     if "of" in recipe:
         _resolve_mix(experiment, name, recipe)
 
@@ -182,6 +181,11 @@ def _resolve_mix(experiment: Experiment, name: str, recipe: dict) -> None:
     recipe["keep_bf16"] = None
 
 
+def _not_a_variant(experiment: Experiment, name: str) -> str:
+    """What is wrong with a name where a variant's is needed."""
+    return f"{name} is a rival" if name in experiment.rivals else f"there is no variant {name}"
+
+
 def _require_packed(experiment: Experiment, name: str, where: str) -> None:
     """Refuse a name that is no variant in packed int4.
 
@@ -191,7 +195,7 @@ def _require_packed(experiment: Experiment, name: str, where: str) -> None:
     packed = [other for other in experiment.variants if experiment.format_of(other) == "packed"]
     if name not in packed:
         known, stored = ", ".join(packed) or "none", name in experiment.variants
-        wrong = f"{name} is stored as {experiment.format_of(name)}" if stored else f"there is no variant {name}"
+        wrong = f"{name} is stored as {experiment.format_of(name)}" if stored else _not_a_variant(experiment, name)
         raise YardstickError(f"config: {where}: {wrong} (packed variants: {known})")
 
 

@@ -19,6 +19,9 @@ from yardstick.report.results import best_line, load_results, verdict
 RECIPE = {"models": {"m": ["good", "bad", "rival", "noise-hf"]}, "baseline": "good", "bar": "rival", "seed": 0}
 
 
+EVALUATE = {"forward": "yardstick", "dtype": "float32", "source": "gguf"}
+
+
 def write_candidate(folder, name, kl, failed=None, chunks=4):
     count = 400
     chunk = np.repeat(np.arange(chunks), count // chunks)
@@ -41,7 +44,7 @@ def write_candidate(folder, name, kl, failed=None, chunks=4):
         "bits_per_weight": {"body": 4.25, "head": 4.25, "all": 4.25, "file_bytes": 1000},
         "schemes": {"int4-g128": 7},
         "unquantized": [f"layers.{i}.weight" for i in range(8)] if name == "rival" else [],
-        "recipe": {"candidate": {"method": "rtn"}, "evaluate": {"forward": "yardstick", "dtype": "float32"}},
+        "recipe": {"candidate": {"method": "rtn"}, "evaluate": EVALUATE},
         "provenance": proof,
     }
     write_json(folder / "m" / name / "summary.json", summary if failed else summary | summarize(frame))

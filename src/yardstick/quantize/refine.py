@@ -5,11 +5,10 @@ column by column, and never looks back; its ranges are chosen before any code is
 """
 
 import itertools
-from dataclasses import dataclass
 
 import torch
 
-from yardstick.quantize.gptq import gptq
+from yardstick.quantize.gptq import Quantized, gptq
 from yardstick.quantize.grid import SMALLEST_NORMAL, Grid, nearest_codes, safe_divisor
 from yardstick.quantize.hessian import inverse_factor
 from yardstick.quantize.pack import LEVELS, dequantize, group_count
@@ -21,17 +20,7 @@ ROWS_AT_ONCE, REFINED_ROWS = 1024, 4096
 BLOCK_COLUMNS = 128
 
 
-@dataclass
-class Fitted:
-    """Codes uint8 [out, in], scales and minima bf16 [out, groups], and the damping that was used."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    minima: torch.Tensor
-    damping: float
-
-
-def fit(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, damping: float, rounds: int, what: str) -> Fitted:
+def fit(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, damping: float, rounds: int, what: str) -> Quantized:
     """Quantize fp32 weights [out, in]: search ranges, walk with GPTQ in act-order, refine.
 
     Raises:
@@ -41,7 +30,7 @@ def fit(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid, damping: float
     scales, minima = search_ranges(weights, price(factor), grid.group_size)
     codes = gptq(weights, hessian, grid, True, damping, what, (scales, minima)).codes
     refined = refine(weights, codes, scales, minima, damped(hessian, damping), grid.group_size, rounds)
-    return Fitted(*refined, damping)
+    return Quantized(*refined, damping)
 
 
 def damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:

@@ -150,7 +150,7 @@ def best_line(results: ModelResults) -> list[str]:
     if baseline.failed or baseline.kl <= 0:
         return []
     limit = baseline.summary["bits_per_weight"]["all"]
-    packed = [row for row in results.measured if row.summary["recipe"]["evaluate"].get("source") == "packed"]
+    packed = [row for row in results.measured if row.summary["recipe"]["evaluate"]["source"] == "packed"]
     small = [row for row in packed if row.summary["bits_per_weight"]["all"] <= limit]
     best = min(small, key=lambda row: row.kl, default=baseline)
     if best is baseline:
